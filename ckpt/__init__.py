@@ -1,0 +1,3 @@
+"""Megatron training checkpoints to a checked, served Hugging Face model."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,37 @@
+"""What a long-running stage tells its caller while it works."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """A listener to one stage. All calls come from one thread."""
+
+    def start(self, label: str, total: int | None = None, unit: str = "B") -> None:
+        """A piece of work begins; ``total`` units of ``unit`` will be reported, if known."""
+
+    def advance(self, amount: int) -> None:
+        """``amount`` more units are done."""
+
+    def finish(self) -> None:
+        """The piece of work that began last has ended."""
+
+    def note(self, text: str) -> None:
+        """One line worth reading, such as a choice that was made and why."""
+
+
+class Silent:
+    """A listener that keeps quiet."""
+
+    def start(self, label: str, total: int | None = None, unit: str = "B") -> None:
+        """Ignore the start."""
+
+    def advance(self, amount: int) -> None:
+        """Ignore the step."""
+
+    def finish(self) -> None:
+        """Ignore the end."""
+
+    def note(self, text: str) -> None:
+        """Ignore the line."""
