@@ -1,0 +1,55 @@
+"""The families that can be converted: a literal registry, and the choice among them."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from ckpt.arch.llama import LLAMA, MISTRAL
+from ckpt.arch.qwen import QWEN2, QWEN3
+from ckpt.arch.table import Architecture, Const, Rule
+from ckpt.errors import FamilyError
+
+if TYPE_CHECKING:
+    from ckpt.training import TrainingArgs
+
+__all__ = ["ARCHITECTURES", "Architecture", "Const", "Rule", "choose_architecture"]
+
+# In order of choice: where two families fit a checkpoint, the first one is taken.
+ARCHITECTURES: dict[str, Architecture] = {
+    item.name: item for item in (LLAMA, QWEN2, QWEN3, MISTRAL)
+}
+
+
+def choose_architecture(args: TrainingArgs, family: str | None = None) -> Architecture:
+    """The family that can represent the model; ``family`` overrides the choice by name.
+
+    Raises FamilyError for an unknown name and when no family, or not that one, fits; the
+    message says what stands in the way of the nearest one.
+    """
+    if family is not None:
+        chosen = _by_name(family)
+        reasons = chosen.mismatches(args)
+        if reasons:
+            raise FamilyError(f"family {family} cannot represent this model: {'; '.join(reasons)}")
+        return chosen
+    for architecture in ARCHITECTURES.values():
+        if not architecture.mismatches(args):
+            return architecture
+    nearest = min(ARCHITECTURES.values(), key=lambda item: len(item.mismatches(args)))
+    raise FamilyError(
+        f"no family fits this model; nearest is {nearest.name}, but "
+        + "; ".join(nearest.mismatches(args)),
+        hint=f"Known families: {', '.join(ARCHITECTURES)}",
+    )
+
+
+def _by_name(family: str) -> Architecture:
+    for architecture in ARCHITECTURES.values():
+        if family.lower() in {architecture.name, *architecture.aliases}:
+            return architecture
+    near = difflib.get_close_matches(family.lower(), ARCHITECTURES, n=1)
+    raise FamilyError(
+        f"unknown family {family!r}" + (f"; did you mean {near[0]}?" if near else ""),
+        hint=f"Known families: {', '.join(ARCHITECTURES)}",
+    )

@@ -1,0 +1,344 @@
+"""The convert stage: a Megatron checkpoint becomes a Hugging Face directory, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from ckpt.arch import choose_architecture
+from ckpt.convert import staging
+from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
+from ckpt.convert.maps import CastReport
+from ckpt.convert.plan import Plan, build_plan, describe_plan
+from ckpt.convert.write import Files, Written, run_checks, write_file
+from ckpt.errors import OptionsError
+from ckpt.manifest import fingerprint, write_stage
+from ckpt.progress import Progress, Silent
+from ckpt.shards import INDEX_NAME, assign, file_names, index_content
+from ckpt.sources import open_source
+from ckpt.tensors import DType
+from ckpt.training import TrainingArgs, parse_training_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ckpt.arch import Architecture
+    from ckpt.config import ConvertOptions
+    from ckpt.shards import TensorSpec
+    from ckpt.sources import Checkpoint
+    from ckpt.sources.locate import IterationChoice
+
+REFERENCE_NAME = "ckpt-reference.safetensors"
+_DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion: what is read, what is written, and every decision on the way."""
+
+    checkpoint: Checkpoint
+    args: TrainingArgs
+    architecture: Architecture
+    plan: Plan
+    files: tuple[tuple[str, tuple[TensorSpec, ...]], ...]
+    config: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+    fingerprint: str
+
+    def as_text(self) -> str:
+        """The plan in full, for ``--plan``."""
+        return "\n".join([self.summary(), describe_plan(self.plan, self.files)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for machines: files, tensors and totals."""
+        return {
+            "family": self.architecture.name,
+            "format": self.checkpoint.format,
+            "iteration": self.checkpoint.iteration,
+            "parameters": self.plan.parameters,
+            "bytes": self.plan.nbytes,
+            "notes": list(self.notes),
+            "config": dict(self.config),
+            "files": [
+                {
+                    "name": name,
+                    "tensors": [
+                        {"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)}
+                        for s in specs
+                    ],
+                }
+                for name, specs in self.files
+            ],
+        }
+
+    def summary(self) -> str:
+        """Two lines: what the source is, and what it becomes."""
+        c, sizes = self.checkpoint, self.checkpoint.parallelism
+        source = f"{c.format} iteration {c.iteration}, TP {sizes.tensor} PP {sizes.pipeline}"
+        source += f" VPP {sizes.virtual_pipeline} EP {sizes.expert} ETP {sizes.expert_tensor}"
+        return (
+            f"source: {c.directory} ({source}, {len(c.tensors)} tensors)\n"
+            f"target: {self.architecture.model_class}, {self.plan.parameters:,} parameters, "
+            f"{self.plan.nbytes:,} bytes in {len(self.files)} file(s)"
+        )
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """A finished conversion, as the manifest holds it."""
+
+    output: Path
+    section: Mapping[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The manifest's section, and where it is."""
+        return {"output": str(self.output), **self.section}
+
+    def as_text(self) -> str:
+        """A few lines for people."""
+        model, seconds = self.section["model"], self.section["seconds"]
+        lines = [
+            f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
+            f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, {seconds:.1f} s"
+        ]
+        lines += [f"  {item['count']} x {item['reason']} left out" for item in self.section["skipped"]]
+        lines += [f"  note: {note}" for note in self.section["notes"]]
+        return "\n".join(lines)
+
+
+def plan_conversion(
+    source: Path, options: ConvertOptions, *, iteration: IterationChoice = "latest"
+) -> Conversion:
+    """Everything a conversion will do, decided without reading a tensor.
+
+    Raises SourceError, FamilyError, PlanError or OptionsError for whatever cannot be
+    converted exactly.
+    """
+    checkpoint = open_source(source, iteration)
+    args = parse_training_args(checkpoint.args, checkpoint.shapes)
+    architecture = choose_architecture(args, options.family)
+    tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
+    vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer)
+    cast = _DTYPES.get(options.dtype)
+    plan = build_plan(checkpoint, args, architecture, vocab_size=vocab_size, dtype=cast)
+    specs = [target.spec for target in plan.targets]
+    groups = assign(specs, options.max_shard_size)
+    files = tuple(
+        (name, tuple(group)) for name, group in zip(file_names(len(groups)), groups, strict=True)
+    )
+    config = build_config(architecture, args, vocab_size=vocab_size, dtype=_main_dtype(specs))
+    if tokenizer:
+        config |= tokenizer.special
+    return Conversion(
+        checkpoint=checkpoint,
+        args=args,
+        architecture=architecture,
+        plan=plan,
+        files=files,
+        config=config,
+        tokenizer=tokenizer,
+        notes=_notes(checkpoint, args, plan, tokenizer, vocabulary_note),
+        fingerprint=_fingerprint(checkpoint, options, config),
+    )
+
+
+def convert_checkpoint(
+    source: Path,
+    output: Path,
+    options: ConvertOptions,
+    *,
+    iteration: IterationChoice = "latest",
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Convert a training checkpoint to ``output``, which appears complete or not at all.
+
+    A run that was killed goes on where it was when the same call is made again. Raises
+    OutputError when the output is in the way or cannot be written, and whatever
+    :func:`plan_conversion` raises.
+    """
+    progress, started = progress or Silent(), time.monotonic()
+    conversion = plan_conversion(source, options, iteration=iteration)
+    for note in conversion.notes:
+        progress.note(f"note: {note}")
+    staging.check_output(output, overwrite=options.overwrite)
+    with Files() as files:
+        run_checks(conversion.plan.checks, files, progress)
+        stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
+        report = CastReport()
+        written = _write_weights(conversion, stage, files, progress, report)
+    written += _write_beside(conversion, stage)
+    staging.check_written(stage, conversion.files)
+    staging.clear_receipts(stage)
+    section = _section(conversion, options, written, report, time.monotonic() - started)
+    write_stage(stage, "convert", section)
+    staging.publish(stage, output)
+    return ConvertReport(output, section, conversion.notes)
+
+
+def _write_weights(
+    conversion: Conversion, stage: Path, files: Files, progress: Progress, report: CastReport
+) -> list[Written]:
+    targets = {target.spec.name: target for target in conversion.plan.targets}
+    progress.start("writing weights", conversion.plan.nbytes)
+    written = []
+    for name, specs in conversion.files:
+        chosen = [targets[spec.name] for spec in specs]
+        written.append(write_file(stage, name, chosen, files, progress, report))
+    progress.finish()
+    return written
+
+
+def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
+    """Tokenizer, index, reference logits, and config.json, without which nothing loads, last."""
+    names = []
+    for name, file in conversion.tokenizer.files if conversion.tokenizer else ():
+        (stage / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, stage / name)
+        names.append(name)
+    recorded = conversion.checkpoint.directory / REFERENCE_NAME
+    if recorded.is_file():
+        shutil.copyfile(recorded, stage / REFERENCE_NAME)
+        names.append(REFERENCE_NAME)
+    if len(conversion.files) > 1:
+        staging.write_json(stage / INDEX_NAME, index_content(conversion.files))
+        names.append(INDEX_NAME)
+    staging.write_json(stage / "config.json", dict(conversion.config))
+    names.append("config.json")
+    return [_hashed(stage, name) for name in names]
+
+
+def _hashed(directory: Path, name: str) -> Written:
+    content = (directory / name).read_bytes()
+    return Written(name, len(content), sha256(content).hexdigest())
+
+
+def _vocabulary(
+    args: TrainingArgs, options: ConvertOptions, tokenizer: Tokenizer | None
+) -> tuple[int, str | None]:
+    """The true vocabulary size, and where it was found; never a guess."""
+    size, origin = args.padded_vocab_size, "no vocabulary size is known: padding rows are kept"
+    if options.vocab_size is not None:
+        size, origin = options.vocab_size, ""
+    elif args.vocab_size is not None:
+        size, origin = int(args.vocab_size), ""
+    elif tokenizer is not None and tokenizer.size is not None:
+        size = min(tokenizer.size, args.padded_vocab_size)
+        origin = f"vocabulary size {size} taken from the tokenizer"
+    if size > args.padded_vocab_size:
+        raise OptionsError(
+            "the vocabulary is larger than the stored embedding",
+            expected=f"at most {args.padded_vocab_size}",
+            found=size,
+        )
+    highest = tokenizer.highest_id if tokenizer else None
+    if highest is not None and highest >= size:
+        raise OptionsError(
+            "the tokenizer has ids that the model would lack",
+            file=options.tokenizer,
+            expected=f"ids below {size}",
+            found=f"id {highest}",
+            hint=f"Keep more rows with --vocab-size (up to {args.padded_vocab_size}), "
+            "or give the tokenizer that the model was trained with",
+        )
+    return size, origin or None
+
+
+def _main_dtype(specs: Sequence[TensorSpec]) -> DType:
+    """The type that most bytes have."""
+    sizes: dict[DType, int] = {}
+    for spec in specs:
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _notes(
+    checkpoint: Checkpoint,
+    args: TrainingArgs,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    vocabulary_note: str | None,
+) -> tuple[str, ...]:
+    notes = [*checkpoint.notes, *args.notes]
+    if vocabulary_note:
+        notes.append(vocabulary_note)
+    if plan.padding_rows:
+        notes.append(f"{plan.padding_rows} padding rows of the vocabulary left out")
+    if checkpoint.foreign_classes:
+        names = ", ".join(checkpoint.foreign_classes)
+        notes.append(f"classes read as inert values, no code of theirs was run: {names}")
+    if tokenizer is None:
+        notes.append("no tokenizer: text requests will fail; give one with --tokenizer")
+    elif not tokenizer.has_chat_template:
+        notes.append("no chat template: chat requests will be refused, completions work")
+    return tuple(notes)
+
+
+def _fingerprint(
+    checkpoint: Checkpoint, options: ConvertOptions, config: Mapping[str, Any]
+) -> str:
+    tokenizer = options.tokenizer
+    beside = sorted(tokenizer.iterdir()) if tokenizer else []
+    return fingerprint(
+        source_identity(checkpoint),
+        {key: str(value) for key, value in vars(options).items() if key != "overwrite"},
+        config,
+        [(path.name, *_stamp(path)) for path in beside if path.is_file()],
+    )
+
+
+def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells one state of a checkpoint from another, without reading its tensors."""
+    return {
+        "path": str(checkpoint.directory.resolve()),
+        "iteration": checkpoint.iteration,
+        "format": checkpoint.format,
+        "files": {
+            str(path.relative_to(checkpoint.directory)): _stamp(path) for path in checkpoint.files
+        },
+        "metadata_sha256": {
+            path.name: sha256(path.read_bytes()).hexdigest() for path in checkpoint.metadata_files
+        },
+    }
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _section(
+    conversion: Conversion,
+    options: ConvertOptions,
+    written: Sequence[Written],
+    report: CastReport,
+    seconds: float,
+) -> dict[str, Any]:
+    plan, checkpoint = conversion.plan, conversion.checkpoint
+    counts: dict[str, int] = {}
+    for target in plan.targets:
+        counts[target.spec.dtype.name] = counts.get(target.spec.dtype.name, 0) + 1
+    return {
+        "fingerprint": conversion.fingerprint,
+        "source": source_identity(checkpoint),
+        "training": checkpoint.parallelism.as_dict(),
+        "options": {key: str(value) for key, value in vars(options).items() if value is not None},
+        "model": {
+            "family": conversion.architecture.name,
+            "class": conversion.architecture.model_class,
+            "parameters": plan.parameters,
+            "bytes": plan.nbytes,
+            "dtypes": counts,
+            "padding_rows": plan.padding_rows,
+        },
+        "outputs": [vars(item) for item in written],
+        "skipped": [vars(item) for item in checkpoint.skipped],
+        "casts": {"overflowed": report.overflowed, "underflowed": report.underflowed},
+        "notes": list(conversion.notes),
+        "seconds": round(seconds, 3),
+    }

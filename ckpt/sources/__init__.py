@@ -1,0 +1,36 @@
+"""Checkpoint formats, each a module behind one function; the registry is a dict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ckpt.sources import legacy, torch_dist
+from ckpt.sources.checkpoint import Checkpoint, Parallelism
+from ckpt.sources.locate import IterationChoice, Located, locate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["FORMATS", "Checkpoint", "Parallelism", "locate", "open_source"]
+
+
+class SourceFormat(Protocol):
+    """A module that reads one checkpoint format."""
+
+    def read(self, located: Located, *, spans: bool) -> Checkpoint:
+        """List the checkpoint; without ``spans`` the tensors' bytes need not be located."""
+
+
+FORMATS: dict[str, SourceFormat] = {"torch_dist": torch_dist, "torch": legacy}
+
+
+def open_source(
+    path: Path, iteration: IterationChoice = "latest", *, spans: bool = True
+) -> Checkpoint:
+    """The checkpoint that ``path`` and ``iteration`` mean, listed without reading tensors.
+
+    Raises SourceError when there is none, when it is incomplete or damaged, and
+    UnsafePickleError when one of its pickles asks for code.
+    """
+    located = locate(path, iteration)
+    return FORMATS[located.format].read(located, spans=spans)

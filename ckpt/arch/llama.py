@@ -1,0 +1,120 @@
+"""Llama 2 and 3 and Mistral: RMSNorm, rotary positions, grouped queries, gated MLP."""
+
+from ckpt.arch.table import Architecture, Const, Rule
+from ckpt.layout import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCABULARY
+
+L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+ATTENTION, HF_ATTENTION = L + "self_attention.", H + "self_attn."
+QKV_WEIGHTS = tuple(HF_ATTENTION + f"{part}_proj.weight" for part in "qkv")
+QKV_BIASES = tuple(HF_ATTENTION + f"{part}_proj.bias" for part in "qkv")
+GATE_UP_WEIGHTS = (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight")
+GATE_UP_BIASES = (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias")
+
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", VOCABULARY, ("model.embed_tokens.weight",)),
+)
+NORMS = (
+    Rule(L + "input_layernorm.weight", REPLICATED, (H + "input_layernorm.weight",), norm=True),
+    Rule(
+        L + "pre_mlp_layernorm.weight",
+        REPLICATED,
+        (H + "post_attention_layernorm.weight",),
+        norm=True,
+    ),
+)
+SELF_ATTENTION = (
+    Rule(ATTENTION + "linear_qkv.weight", QKV, QKV_WEIGHTS),
+    Rule(ATTENTION + "linear_qkv.bias", QKV, QKV_BIASES, when="qkv_bias"),
+    Rule(ATTENTION + "linear_proj.weight", ROW, (HF_ATTENTION + "o_proj.weight",)),
+)
+OUTPUT_BIAS = (
+    Rule(ATTENTION + "linear_proj.bias", REPLICATED, (HF_ATTENTION + "o_proj.bias",),
+         when="linear_bias"),
+)  # fmt: skip
+QK_NORM = (
+    Rule(ATTENTION + "q_layernorm.weight", REPLICATED, (HF_ATTENTION + "q_norm.weight",),
+         when="qk_norm", norm=True),
+    Rule(ATTENTION + "k_layernorm.weight", REPLICATED, (HF_ATTENTION + "k_norm.weight",),
+         when="qk_norm", norm=True),
+)  # fmt: skip
+DENSE_MLP = (
+    Rule(L + "mlp.linear_fc1.weight", GATE_UP, GATE_UP_WEIGHTS, layers="dense"),
+    Rule(L + "mlp.linear_fc2.weight", ROW, (H + "mlp.down_proj.weight",), layers="dense"),
+)
+MLP_BIAS = (
+    Rule(L + "mlp.linear_fc1.bias", GATE_UP, GATE_UP_BIASES, when="linear_bias", layers="dense"),
+    Rule(L + "mlp.linear_fc2.bias", REPLICATED, (H + "mlp.down_proj.bias",), when="linear_bias",
+         layers="dense"),
+)  # fmt: skip
+HEAD = (
+    Rule("decoder.final_layernorm.weight", REPLICATED, ("model.norm.weight",), norm=True),
+    Rule("output_layer.weight", VOCABULARY, ("lm_head.weight",), when="!tied"),
+)
+
+BASE_CONFIG = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "groups",
+    "head_dim": "head_dim",
+    "hidden_act": "activation",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rotary_base",
+    "rope_scaling": "rope_scaling",
+    "tie_word_embeddings": "tied",
+    "attention_dropout": Const(0.0),
+    "initializer_range": Const(0.02),
+    "use_cache": Const(value=True),
+}
+BASE_EXPECTS = {
+    "normalization": ("RMSNorm",),
+    "gated": (True,),
+    "activation": ("silu",),
+    "positions": ("rope",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "mla": (False,),
+}
+
+LLAMA = Architecture(
+    name="llama",
+    model_class="LlamaForCausalLM",
+    expects={
+        **BASE_EXPECTS,
+        "experts": (0,),
+        "qk_norm": (False,),
+        "qkv_bias_alone": (False,),
+        "sliding_window": (None,),
+    },
+    rules=(
+        *EMBEDDING, *NORMS, *SELF_ATTENTION, *OUTPUT_BIAS, *DENSE_MLP, *MLP_BIAS, *HEAD,
+    ),
+    config={
+        **BASE_CONFIG,
+        "model_type": Const("llama"),
+        "attention_bias": "linear_bias",
+        "mlp_bias": "linear_bias",
+    },
+    aliases=("llama2", "llama3"),
+)  # fmt: skip
+
+MISTRAL = Architecture(
+    name="mistral",
+    model_class="MistralForCausalLM",
+    expects={
+        **BASE_EXPECTS,
+        "experts": (0,),
+        "qk_norm": (False,),
+        "qkv_bias": (False,),
+        "linear_bias": (False,),
+    },
+    rules=(*EMBEDDING, *NORMS, *SELF_ATTENTION, *DENSE_MLP, *HEAD),
+    config={
+        **BASE_CONFIG,
+        "model_type": Const("mistral"),
+        "sliding_window": "sliding_window",
+    },
+)

@@ -1,0 +1,97 @@
+"""An architecture as a table: one row a tensor, and how its config.json is filled.
+
+A row names a Megatron-Core tensor (canonical spelling, see ``ckpt.sources.names``), its
+layout and the Hugging Face tensors that it becomes. ``{layer}`` and ``{expert}`` stand for
+numbers on both sides. A Hugging Face name without ``{expert}`` that takes a row with
+``{expert}`` is a stack of all experts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpt.layout import Layout
+    from ckpt.training import TrainingArgs
+
+Scope = Literal["all", "dense", "moe"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: a training tensor and what it becomes.
+
+    ``when`` is the name of a truth in the training arguments that the row depends on, with
+    ``!`` for its opposite; ``layers`` restricts ``{layer}`` to layers without or with
+    experts. ``norm`` marks a gain that may be stored as distance from 1. ``keep_dtype``
+    exempts a tensor from casts.
+    """
+
+    source: str
+    layout: Layout
+    targets: tuple[str, ...]
+    when: str | None = None
+    layers: Scope = "all"
+    norm: bool = False
+    keep_dtype: bool = False
+
+    def applies(self, args: TrainingArgs) -> bool:
+        """Whether the model has this row's tensors."""
+        if self.when is None:
+            return True
+        holds = bool(getattr(args, self.when.lstrip("!")))
+        return holds != self.when.startswith("!")
+
+    def has_layer(self, args: TrainingArgs, layer: int) -> bool:
+        """Whether the row is there in layer ``layer``."""
+        return self.layers == "all" or args.moe_layers[layer] == (self.layers == "moe")
+
+    def pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the source names; groups ``layer`` and ``expert``."""
+        text = re.escape(self.source)
+        for part in ("layer", "expert"):
+            text = text.replace(re.escape("{" + part + "}"), rf"(?P<{part}>\d+)")
+        return re.compile(text)
+
+
+@dataclass(frozen=True)
+class Const:
+    """A value of config.json that is the same for every model of the family."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family: which training arguments it stands for, its rows, and its config.json.
+
+    ``expects`` maps names of :class:`~ckpt.training.TrainingArgs` to the values that the
+    Hugging Face class can represent; anything else is refused with the reason that this
+    gives. ``config`` maps keys of config.json to a :class:`Const` or to the name of a fact
+    in ``ckpt.convert.facts``. ``norm_adds_one`` says that the Hugging Face class computes
+    with 1 + weight.
+    """
+
+    name: str
+    model_class: str
+    expects: Mapping[str, tuple[Any, ...]]
+    rules: tuple[Rule, ...]
+    config: Mapping[str, str | Const]
+    norm_adds_one: bool = False
+    aliases: tuple[str, ...] = field(default=())
+
+    def mismatches(self, args: TrainingArgs) -> list[str]:
+        """Why this family cannot represent the model, one line for each reason."""
+        return [
+            f"{name} is {getattr(args, name)!r}, {self.name} needs {_either(allowed)}"
+            for name, allowed in self.expects.items()
+            if getattr(args, name) not in allowed
+        ]
+
+
+def _either(allowed: tuple[Any, ...]) -> str:
+    return " or ".join(repr(value) for value in allowed)

@@ -1,0 +1,320 @@
+"""Source plus architecture: a plan of copies, complete or refused.
+
+A plan is decided from names and shapes alone. It can be printed, compared and run; what
+cannot be planned stops here, before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt.convert.maps import AddOne, Cast, Step, result_dtype
+from ckpt.errors import CkptError, PlanError
+from ckpt.layout import Cut, CutTarget, Sizes, Whole, copies_for, cut, place
+from ckpt.shards import TensorSpec
+from ckpt.tensors import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpt.arch.table import Architecture, Rule
+    from ckpt.layout import Copy, Layout
+    from ckpt.sources import Checkpoint
+    from ckpt.tensors import SourceTensor, View
+    from ckpt.training import TrainingArgs
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor to write: the rectangles that fill it, then the steps that change it."""
+
+    spec: TensorSpec
+    stored: DType
+    copies: tuple[Copy, ...]
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes before the steps."""
+        return prod(self.spec.shape) * self.stored.itemsize
+
+
+@dataclass(frozen=True)
+class Check:
+    """Two stored copies of one tensor that must be equal byte for byte."""
+
+    name: str
+    first: View
+    other: View
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a conversion will do: targets in order of writing, and checks before."""
+
+    targets: tuple[Target, ...]
+    checks: tuple[Check, ...]
+    padding_rows: int
+    source_parameters: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are written."""
+        return sum(target.spec.nbytes for target in self.targets)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors that are written."""
+        return sum(prod(target.spec.shape) for target in self.targets)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A source tensor and the row that takes it."""
+
+    tensor: SourceTensor
+    rule: Rule
+    position: int
+    layer: int
+    expert: int
+
+
+def build_plan(
+    checkpoint: Checkpoint,
+    args: TrainingArgs,
+    architecture: Architecture,
+    *,
+    vocab_size: int,
+    dtype: DType | None,
+) -> Plan:
+    """The plan that turns a checkpoint into the tensors of ``architecture``.
+
+    ``dtype`` None keeps every tensor's own. Raises PlanError that lists every tensor that
+    no row takes and every row that no tensor fills, and for shards that do not fit.
+    """
+    matches = _match(checkpoint.tensors, architecture, args)
+    builder = _Builder(args, architecture, vocab_size, dtype)
+    for match in sorted(matches, key=lambda m: (_group(m), m.layer, m.position, m.expert)):
+        builder.add(match)
+    return builder.plan()
+
+
+def _group(match: _Match) -> int:
+    """Embeddings before the layers, norm and head behind them."""
+    if match.layer >= 0:
+        return 1
+    return 0 if match.rule.source.startswith("embedding.") else 2
+
+
+def _match(
+    tensors: Sequence[SourceTensor], architecture: Architecture, args: TrainingArgs
+) -> list[_Match]:
+    expected = dict(_expected(architecture, args))
+    known = {tensor.name for tensor in tensors}
+    unknown = [tensor for tensor in tensors if tensor.name not in expected]
+    missing = [name for name in expected if name not in known]
+    if unknown or missing:
+        raise PlanError(_describe(unknown, missing, architecture), hint=_HINT)
+    return [
+        _Match(tensor, *_place_in_table(tensor.name, expected[tensor.name])) for tensor in tensors
+    ]
+
+
+_HINT = "Nothing was written. Another --family may fit, or the checkpoint is not what it says"
+
+
+def _expected(
+    architecture: Architecture, args: TrainingArgs
+) -> Iterator[tuple[str, tuple[Rule, int]]]:
+    """Every source name that the table asks for, with its row."""
+    for position, rule in enumerate(architecture.rules):
+        if not rule.applies(args):
+            continue
+        if "{layer}" not in rule.source:
+            yield rule.source, (rule, position)
+            continue
+        for layer in range(args.layers):
+            if not rule.has_layer(args, layer):
+                continue
+            name = rule.source.replace("{layer}", str(layer))
+            if "{expert}" not in name:
+                yield name, (rule, position)
+                continue
+            for expert in range(args.experts):
+                yield name.replace("{expert}", str(expert)), (rule, position)
+
+
+def _place_in_table(name: str, row: tuple[Rule, int]) -> tuple[Rule, int, int, int]:
+    rule, position = row
+    found = rule.pattern().fullmatch(name)
+    numbers = found.groupdict() if found else {}
+    return rule, position, int(numbers.get("layer") or -1), int(numbers.get("expert") or 0)
+
+
+def _describe(
+    unknown: Sequence[SourceTensor], missing: Sequence[str], architecture: Architecture
+) -> str:
+    parts = []
+    if unknown:
+        listed = [_with_nearest(tensor, missing) for tensor in unknown[:_SHOWN]]
+        parts.append(
+            f"{len(unknown)} tensors have no place in family {architecture.name}: "
+            + ", ".join(listed) + _more(len(unknown))
+        )  # fmt: skip
+    if missing:
+        parts.append(
+            f"{len(missing)} tensors are missing: " + ", ".join(missing[:_SHOWN])
+            + _more(len(missing))
+        )  # fmt: skip
+    return "; ".join(parts)
+
+
+def _with_nearest(tensor: SourceTensor, missing: Sequence[str]) -> str:
+    near = difflib.get_close_matches(tensor.name, missing, n=1, cutoff=0.8)
+    file = f" in {tensor.shards[0].view.file}" if tensor.shards else ""
+    return f"{tensor.name}{file}" + (f" (nearest: {near[0]})" if near else "")
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""
+
+
+class _Builder:
+    """Turns matches into targets, one after another."""
+
+    def __init__(
+        self,
+        args: TrainingArgs,
+        architecture: Architecture,
+        vocab_size: int,
+        dtype: DType | None,
+    ) -> None:
+        self._args, self._architecture, self._dtype = args, architecture, dtype
+        self._sizes = Sizes(args.heads, args.groups, args.head_dim, vocab_size)
+        self._targets: dict[str, Target] = {}
+        self._checks: list[Check] = []
+        self._padding_rows = 0
+        self._parameters = 0
+
+    def add(self, match: _Match) -> None:
+        """Plan one source tensor; adds its name to whatever goes wrong."""
+        try:
+            self._add(match)
+        except CkptError as error:
+            error.tensor = error.tensor or match.tensor.name
+            raise
+
+    def _add(self, match: _Match) -> None:
+        rule, tensor = match.rule, match.tensor
+        rows = getattr(self._args, rule.layout.rows) if rule.layout.rows else 0
+        whole = place(tensor.shards, rule.layout, tensor.shape, rows)
+        self._parameters += prod(whole.shape)
+        self._add_checks(tensor, whole, rule.layout, rows)
+        pieces = cut(whole.shape[0], rule.layout.cut, self._sizes)
+        if rule.layout.cut is Cut.VOCABULARY:
+            self._padding_rows = whole.shape[0] - pieces[0].rows
+        for name, piece in zip(rule.targets, pieces, strict=True):
+            self._add_target(match, whole, piece, name)
+
+    def _add_checks(
+        self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int
+    ) -> None:
+        first = tensor.shards[0].view
+        self._checks += [Check(tensor.name, first, other) for other in whole.replicas]
+        for copy in tensor.copies:
+            other = place(copy, layout, tensor.shape, rows)
+            if other.shape != whole.shape or len(other.parts) != len(whole.parts):
+                raise PlanError(
+                    "a second stored copy has another shape",
+                    file=copy[0].view.file,
+                    expected=list(whole.shape),
+                    found=list(other.shape),
+                )
+            pairs = zip(whole.parts, other.parts, strict=True)
+            self._checks += [Check(tensor.name, a.view, b.view) for a, b in pairs]
+
+    def _add_target(self, match: _Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
+        layer, expert, rule = match.layer, match.expert, match.rule
+        name = pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        stored = match.tensor.dtype
+        shape: tuple[int, ...] = (piece.rows, *whole.shape[1:])
+        if rule.layout.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        stacked = "{expert}" in rule.source and "{expert}" not in pattern
+        base = expert * prod(shape) * stored.itemsize if stacked else 0
+        copies = tuple(copies_for(whole, piece, transposed=rule.layout.transposed, base=base))
+        if stacked:
+            shape = (self._args.experts, *shape)
+        if name in self._targets:
+            self._extend(name, copies, stored, stacked=stacked)
+            return
+        steps = self._steps(rule, stored)
+        spec = TensorSpec(name, result_dtype(stored, steps), shape)
+        self._targets[name] = Target(spec, stored, copies, steps)
+
+    def _extend(
+        self, name: str, copies: tuple[Copy, ...], stored: DType, *, stacked: bool
+    ) -> None:
+        known = self._targets[name]
+        if not stacked or known.stored is not stored:
+            raise PlanError("two training tensors claim the same place", expected="one", found=name)
+        self._targets[name] = replace(known, copies=(*known.copies, *copies))
+
+    def _steps(self, rule: Rule, stored: DType) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        adds_one = self._architecture.norm_adds_one
+        if rule.norm and self._args.zero_centered_norm != adds_one:
+            steps.append(AddOne(-1 if adds_one else 1))
+        current = result_dtype(stored, tuple(steps))
+        if self._dtype is not None and not rule.keep_dtype and stored.is_float:
+            if current is not self._dtype:
+                steps.append(Cast(self._dtype))
+        return tuple(steps)
+
+    def plan(self) -> Plan:
+        """The finished plan; raises PlanError when a target is not covered exactly."""
+        for name, target in self._targets.items():
+            moved = sum(copy.nbytes for copy in target.copies)
+            if moved != target.stored_bytes:
+                raise PlanError(
+                    "the stored parts do not cover the tensor that is to be written",
+                    tensor=name,
+                    expected=f"{target.stored_bytes} bytes",
+                    found=f"{moved} bytes",
+                )
+        return Plan(
+            tuple(self._targets.values()), tuple(self._checks), self._padding_rows, self._parameters
+        )
+
+
+def describe_plan(plan: Plan, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> str:
+    """The plan as text: every file, tensor, step and rectangle in order."""
+    targets = {target.spec.name: target for target in plan.targets}
+    lines = []
+    for file, specs in files:
+        lines.append(f"{file}  {len(specs)} tensors, {sum(s.nbytes for s in specs)} bytes")
+        for spec in specs:
+            target = targets[spec.name]
+            steps = "".join(f" | {_step_text(step)}" for step in target.steps)
+            lines.append(f"  {spec.name}  {spec.dtype.name} {list(spec.shape)}{steps}")
+            lines += [f"    {_copy_text(copy)}" for copy in target.copies]
+    return "\n".join(lines)
+
+
+def _step_text(step: Step) -> str:
+    return f"cast to {step.to.name}" if isinstance(step, Cast) else f"add {step.amount}"
+
+
+def _copy_text(copy: Copy) -> str:
+    file = re.sub(r"^.*/(?=[^/]+/[^/]+$)", "", copy.file)
+    turned = " transposed" if copy.transposed else ""
+    return (
+        f"{copy.rows} x {copy.width} bytes{turned} from {file} @{copy.source} +{copy.source_pitch}"
+        f" to @{copy.target} +{copy.target_pitch}"
+    )

@@ -1,0 +1,391 @@
+"""Layout rules: which box of a shard belongs where in the tensors that are written.
+
+Everything here is integers. A rule has two halves. :func:`place` lays the shards of the
+ranks end to end along one dimension, which gives the whole training tensor; that is also
+the order in which ``torch_dist`` stores it. :func:`cut` takes the whole apart along its
+first dimension into the tensors of the Hugging Face model. Both are permutations of rows,
+so they can be read in either direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt.errors import PlanError
+from ckpt.tensors import View, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpt.tensors import Shard
+
+
+class Cut(Enum):
+    """How the rows of a whole training tensor make the rows of Hugging Face tensors."""
+
+    WHOLE = "whole"  # one tensor, rows as they are
+    VOCABULARY = "vocabulary"  # one tensor, padding rows at the end left out
+    GROUPED_QKV = "grouped qkv"  # per group: its queries, one key, one value -> q, k, v
+    FLAT_QKV = "flat qkv"  # the same rows -> one tensor [all q; all k; all v]
+    GATE_UP = "gate, up"  # first half, second half
+    INTERLEAVED_GATE_UP = "gate and up in turns"  # one tensor: gate 0, up 0, gate 1, ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks hold a tensor, and how the whole one is cut.
+
+    ``dim`` is the sharded dimension, None for a tensor that every rank holds. ``parts``
+    is how many equal blocks a rank's shard has along ``dim``; the whole tensor holds
+    block 0 of all ranks, then block 1 of all ranks. With ``rows`` (the name of a size in
+    the training arguments) a shard that already has so many rows is whole on every rank.
+    """
+
+    dim: int | None = None
+    parts: int = 1
+    cut: Cut = Cut.WHOLE
+    rows: str | None = None
+    transposed: bool = False
+
+
+REPLICATED = Layout()
+COLUMN = Layout(dim=0)
+ROW = Layout(dim=1)
+VOCABULARY = Layout(dim=0, cut=Cut.VOCABULARY)
+QKV = Layout(dim=0, cut=Cut.GROUPED_QKV)
+GATE_UP = Layout(dim=0, parts=2, cut=Cut.GATE_UP)
+FUSED_GATE_UP = Layout(dim=0, parts=2)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The integers that a cut needs."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part of a whole tensor: the elements of ``view`` belong at ``start``."""
+
+    view: View
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole training tensor: its shape, the parts that cover it, and spare equal copies."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Placed, ...]
+    replicas: tuple[View, ...] = ()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``length`` rows from row ``source`` of the whole to row ``target`` of a target."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True)
+class CutTarget:
+    """One tensor that a cut gives: its number of rows and where each comes from."""
+
+    rows: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A rectangle of bytes from a file to a target tensor.
+
+    ``rows`` times ``width`` bytes, rows ``source_pitch`` bytes apart in the file and
+    ``target_pitch`` bytes apart in the target. A ``transposed`` rectangle has elements of
+    ``item`` bytes: element (i, j) of the target lies at ``i`` times ``item`` plus ``j``
+    times ``source_pitch``; ``width`` still counts bytes of a target row.
+    """
+
+    file: str
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+    rows: int
+    width: int
+    item: int
+    transposed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rectangle moves."""
+        return self.rows * self.width
+
+
+def place(shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None, rows: int) -> Whole:
+    """The whole tensor that the shards make.
+
+    ``shape`` is given where the format stores it; then every shard knows its start and
+    the shards must cover the shape exactly once. ``rows`` is the number that
+    ``layout.rows`` names (else 0). Raises PlanError for shards that do not fit together.
+    """
+    if shape is not None:
+        parts = tuple(Placed(shard.view, shard.start or ()) for shard in shards)
+        check_cover(shape, parts)
+        return Whole(shape, parts)
+    first = shards[0].view
+    whole_on_every_rank = layout.dim is None or (layout.rows and first.shape[0] == rows)
+    if whole_on_every_rank:
+        _check_same_shape(shards)
+        replicas = tuple(shard.view for shard in shards[1:])
+        return Whole(first.shape, (Placed(first, (0,) * len(first.shape)),), replicas)
+    return _concatenate(shards, layout)
+
+
+def _concatenate(shards: Sequence[Shard], layout: Layout) -> Whole:
+    dim = layout.dim if layout.dim is not None else 0
+    views = [shard.view for shard in shards]
+    for view in views:
+        if len(view.shape) <= dim or view.shape[dim] % layout.parts:
+            raise PlanError(
+                f"cannot be split into {layout.parts} parts along dimension {dim}",
+                file=view.file,
+                found=f"shape {list(view.shape)}",
+            )
+        others = (*view.shape[:dim], *view.shape[dim + 1 :])
+        expected = (*views[0].shape[:dim], *views[0].shape[dim + 1 :])
+        if others != expected:
+            raise PlanError(
+                "ranks hold shards that do not fit together",
+                file=view.file,
+                expected=f"{list(expected)} beside dimension {dim}",
+                found=f"{list(others)}",
+            )
+    total = sum(view.shape[dim] for view in views)
+    placed = []
+    for part in range(layout.parts):
+        at = part * (total // layout.parts)
+        for view in views:
+            length = view.shape[dim] // layout.parts
+            start = tuple(at if axis == dim else 0 for axis in range(len(view.shape)))
+            placed.append(Placed(view.narrow(dim, part * length, length), start))
+            at += length
+    shape = tuple(total if axis == dim else n for axis, n in enumerate(views[0].shape))
+    return Whole(shape, tuple(placed))
+
+
+def _check_same_shape(shards: Sequence[Shard]) -> None:
+    first = shards[0].view
+    for shard in shards[1:]:
+        if shard.view.shape != first.shape:
+            raise PlanError(
+                "ranks hold copies of different shapes",
+                file=shard.view.file,
+                expected=list(first.shape),
+                found=list(shard.view.shape),
+            )
+
+
+def check_cover(shape: tuple[int, ...], parts: Sequence[Placed]) -> None:
+    """Raise PlanError unless the parts cover ``shape`` exactly once."""
+    boxes = []
+    for part in parts:
+        ends = tuple(s + n for s, n in zip(part.start, part.view.shape, strict=False))
+        if len(part.start) != len(shape) or any(e > n for e, n in zip(ends, shape, strict=True)):
+            raise PlanError(
+                "a stored part lies outside the tensor",
+                file=part.view.file,
+                expected=f"inside {list(shape)}",
+                found=f"{list(part.view.shape)} at {list(part.start)}",
+            )
+        boxes.append((part.start, ends))
+    covered = sum(prod(part.view.shape) for part in parts)
+    if covered != prod(shape) or _any_overlap(boxes):
+        raise PlanError(
+            "its stored parts leave a gap or overlap",
+            file=parts[0].view.file if parts else None,
+            expected=f"{prod(shape)} elements of shape {list(shape)}, each once",
+            found=f"{covered} elements in {len(parts)} parts",
+        )
+
+
+def _any_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    ordered = sorted(boxes)
+    for index, (start, end) in enumerate(ordered):
+        for other_start, other_end in ordered[index + 1 :]:
+            if other_start and other_start[0] >= end[0]:
+                break
+            sides = zip(start, end, other_start, other_end, strict=True)
+            if all(a < d and c < b for a, b, c, d in sides):
+                return True
+    return False
+
+
+def cut(rows: int, kind: Cut, sizes: Sizes) -> tuple[CutTarget, ...]:
+    """The targets that ``rows`` rows of a whole tensor give.
+
+    Grouped QKV as in megatron/core/transformer/attention.py: for each of ``groups`` query
+    groups ``heads / groups`` query heads, one key head, one value head of ``head_dim`` rows.
+    Raises PlanError when the number of rows does not fit the sizes.
+    """
+    match kind:
+        case Cut.WHOLE:
+            return (CutTarget(rows, (Segment(0, 0, rows),)),)
+        case Cut.VOCABULARY:
+            _expect(rows >= sizes.vocab_size, f"at least {sizes.vocab_size} rows", rows)
+            return (CutTarget(sizes.vocab_size, (Segment(0, 0, sizes.vocab_size),)),)
+        case Cut.GATE_UP | Cut.INTERLEAVED_GATE_UP:
+            _expect(rows % 2 == 0, "an even number of rows", rows)
+            return _cut_gate_up(rows // 2, interleaved=kind is Cut.INTERLEAVED_GATE_UP)
+        case Cut.GROUPED_QKV | Cut.FLAT_QKV:
+            needed = (sizes.heads + 2 * sizes.groups) * sizes.head_dim
+            _expect(rows == needed, f"{needed} rows of queries, keys and values", rows)
+            query, key, value = _cut_qkv(sizes)
+            if kind is Cut.GROUPED_QKV:
+                return (query, key, value)
+            return (_stack(query, key, value),)
+
+
+def _expect(holds: bool, expected: str, rows: int) -> None:  # noqa: FBT001 - an assertion
+    if not holds:
+        raise PlanError("the number of rows does not fit", expected=expected, found=f"{rows} rows")
+
+
+def _cut_gate_up(half: int, *, interleaved: bool) -> tuple[CutTarget, ...]:
+    if not interleaved:
+        starts = (0, half)
+        return tuple(CutTarget(half, (Segment(start, 0, half),)) for start in starts)
+    segments = [Segment(side * half + i, 2 * i + side, 1) for i in range(half) for side in (0, 1)]
+    return (CutTarget(2 * half, tuple(segments)),)
+
+
+def _cut_qkv(sizes: Sizes) -> tuple[CutTarget, CutTarget, CutTarget]:
+    head, per_group = sizes.head_dim, sizes.heads // sizes.groups
+    step = (per_group + 2) * head
+    wide = per_group * head
+    query = [Segment(g * step, g * wide, wide) for g in range(sizes.groups)]
+    key = [Segment(g * step + wide, g * head, head) for g in range(sizes.groups)]
+    value = [Segment(g * step + wide + head, g * head, head) for g in range(sizes.groups)]
+    return (
+        CutTarget(sizes.heads * head, tuple(query)),
+        CutTarget(sizes.groups * head, tuple(key)),
+        CutTarget(sizes.groups * head, tuple(value)),
+    )
+
+
+def _stack(*targets: CutTarget) -> CutTarget:
+    segments, at = [], 0
+    for target in targets:
+        segments += [Segment(s.source, s.target + at, s.length) for s in target.segments]
+        at += target.rows
+    return CutTarget(at, tuple(segments))
+
+
+def copies_for(whole: Whole, target: CutTarget, *, transposed: bool, base: int) -> Iterator[Copy]:
+    """The rectangles that fill one target of a cut.
+
+    ``base`` is the byte of the target file's tensor where this piece begins (not 0 for an
+    entry of a stacked tensor). A ``transposed`` target has its two dimensions swapped.
+    """
+    shape = (target.rows, *whole.shape[1:])
+    strides = contiguous_strides(shape)
+    if transposed:
+        strides = (1, shape[0])
+    parts = sorted(whole.parts, key=lambda part: part.start)
+    for segment in target.segments:
+        for part in parts:
+            first = max(segment.source, part.start[0])
+            end = min(segment.source + segment.length, part.start[0] + part.view.shape[0])
+            if first >= end:
+                continue
+            view = part.view.narrow(0, first - part.start[0], end - first)
+            start = (segment.target + first - segment.source, *part.start[1:])
+            offset = sum(a * s for a, s in zip(start, strides, strict=True))
+            yield from rectangles(view, strides, base + offset * view.dtype.itemsize)
+
+
+def rectangles(view: View, strides: tuple[int, ...], target: int) -> Iterator[Copy]:
+    """The rectangles that move a view to byte ``target``, with target ``strides`` in elements."""
+    item = view.dtype.itemsize
+    dims = [
+        (length, source * item, to * item)
+        for length, source, to in zip(view.shape, view.strides, strides, strict=True)
+        if length != 1
+    ]
+    if any(length == 0 for length, _, _ in dims):
+        return
+    dims.sort(key=lambda dim: -dim[2])
+    dims = _merge(dims)
+    if not dims or dims[-1][2] != item:
+        dims.append((1, item, item))
+    width, source_step, _ = dims.pop()
+    if source_step == item:
+        rows, source_pitch, target_pitch = dims.pop() if dims else (1, width * item, width * item)
+        shape = _Rectangle(source_pitch, target_pitch, rows, width * item, item, transposed=False)
+    else:
+        shape = _transposed(dims, width, source_step, item)
+    for source_offset, target_offset in _corners(dims):
+        yield Copy(
+            view.file,
+            view.offset + source_offset,
+            shape.source_pitch,
+            target + target_offset,
+            shape.target_pitch,
+            shape.rows,
+            shape.width,
+            item,
+            shape.transposed,
+        )
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    source_pitch: int
+    target_pitch: int
+    rows: int
+    width: int
+    item: int
+    transposed: bool
+
+
+def _transposed(
+    dims: list[tuple[int, int, int]], width: int, source_step: int, item: int
+) -> _Rectangle:
+    """Target rows run along the file's columns: take the dimension that is dense in the file."""
+    for index, (rows, source_pitch, target_pitch) in enumerate(dims):
+        if source_pitch == item:
+            del dims[index]
+            return _Rectangle(source_step, target_pitch, rows, width * item, item, transposed=True)
+    dims.append((width, source_step, item))
+    return _Rectangle(item, item, 1, item, item, transposed=False)
+
+
+def _merge(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighbouring dimensions that run on without a gap on both sides."""
+    merged: list[tuple[int, int, int]] = []
+    for length, source, to in dims:
+        if merged:
+            outer, outer_source, outer_to = merged[-1]
+            if outer_source == length * source and outer_to == length * to:
+                merged[-1] = (outer * length, source, to)
+                continue
+        merged.append((length, source, to))
+    return merged
+
+
+def _corners(dims: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    if not dims:
+        yield (0, 0)
+        return
+    (length, source, to), *rest = dims
+    for index in range(length):
+        for source_offset, target_offset in _corners(rest):
+            yield (index * source + source_offset, index * to + target_offset)

@@ -1,0 +1,382 @@
+"""Megatron-LM's legacy ``torch`` format: one file for each model-parallel rank.
+
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` holds ``args`` and ``model`` (``model0``,
+``model1``, ... with interleaved pipeline stages). Layers are numbered from 0 in each stage
+and chunk, experts from 0 on each expert rank; both are made global here. The stages'
+layers are counted in the files, so any pipeline split is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import SourceError
+from ckpt.sources import names
+from ckpt.sources.checkpoint import Checkpoint, Parallelism, parallelism_of
+from ckpt.sources.locate import rank_directory
+from ckpt.sources.torch_archive import TorchArchive, read_archive
+from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.tensors import DType, Shard, SourceTensor, View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from ckpt.sources.locate import Located
+
+FILE_NAME = "model_optim_rng.pt"
+_TIED_HEADS = ("output_layer.weight", "word_embeddings_for_head.weight", "word_embeddings.weight")
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One file of the grid, by its tensor, pipeline and expert rank."""
+
+    tp: int
+    pp: int
+    ep: int
+    archive: TorchArchive
+
+    @property
+    def chunks(self) -> list[Mapping[str, Any]]:
+        """State dicts of the model chunks, in order."""
+        root = self.archive.root
+        if "model" in root:
+            return [root["model"]]
+        numbered = sorted(
+            (int(key[5:]), value)
+            for key, value in root.items()
+            if key.startswith("model") and key[5:].isdigit()
+        )
+        return [value for _, value in numbered]
+
+
+def read(located: Located, *, spans: bool) -> Checkpoint:
+    """The checkpoint in a legacy directory; its spans are known whether asked for or not.
+
+    Raises SourceError when a rank's file is missing or damaged, or when the files are not
+    those that the training arguments say.
+    """
+    del spans
+    reader = Reader()
+    files = _rank_files(located.directory)
+    archives = {key: _open(file, reader) for key, file in files.items()}
+    args = _plain_args(next(iter(archives.values())))
+    sizes = parallelism_of(args)
+    ranks = _grid(archives, sizes, located.directory)
+    collector = _Collector(args, replace(sizes, virtual_pipeline=len(ranks[0].chunks)))
+    for rank in ranks:
+        collector.add(rank)
+    tensors = collector.tensors()
+    return Checkpoint(
+        format="torch",
+        directory=located.directory,
+        iteration=located.iteration,
+        args=args,
+        parallelism=collector.sizes,
+        tensors=tuple(tensors),
+        shapes={tensor.name: None for tensor in tensors},
+        skipped=names.count_skipped(collector.skipped),
+        files=tuple(files.values()),
+        metadata_files=(),
+        foreign_classes=reader.foreign_classes,
+        notes=located.notes,
+    )
+
+
+def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
+    """Files by the numbers in their directory's name, in ascending order."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        numbers = rank_directory(path.name)
+        if numbers is None:
+            continue
+        if not (path / FILE_NAME).is_file():
+            raise SourceError(f"{FILE_NAME} is missing", file=path)
+        found[numbers] = path / FILE_NAME
+    return found
+
+
+def _open(file: Path, reader: Reader) -> TorchArchive:
+    archive = read_archive(file, reader)
+    root = archive.root
+    if not isinstance(root, dict) or not any(str(key).startswith("model") for key in root):
+        raise SourceError(
+            "holds no model",
+            file=file,
+            expected="keys args, model",
+            found=", ".join(str(key) for key in root) if isinstance(root, dict) else type(root),
+        )
+    return archive
+
+
+def _plain_args(archive: TorchArchive) -> dict[str, Any]:
+    args = archive.root.get("args")
+    if args is None:
+        raise SourceError(
+            "holds no training arguments",
+            file=archive.file,
+            hint="Save the checkpoint with args, as Megatron-LM does",
+        )
+    values = dict(vars(args)) if hasattr(args, "__dict__") else dict(args)
+    values.pop("args", None)
+    values["checkpoint_version"] = archive.root.get("checkpoint_version", 0)
+    return values
+
+
+def _grid(
+    archives: dict[tuple[int, ...], TorchArchive], sizes: Parallelism, directory: Path
+) -> list[_Rank]:
+    """Every rank's file; the name's numbers are read by what the args say (PP before EP)."""
+    ranks = {}
+    for numbers, archive in archives.items():
+        rest = list(numbers[1:])
+        pp = rest.pop(0) if sizes.pipeline > 1 and rest else 0
+        ep = rest.pop(0) if sizes.expert > 1 and rest else 0
+        if rest:
+            raise SourceError(
+                "the directory's name has more ranks than the training arguments",
+                file=archive.file,
+                expected=f"PP {sizes.pipeline}, EP {sizes.expert}",
+                found=archive.file.parent.name,
+            )
+        ranks[numbers[0], pp, ep] = _Rank(numbers[0], pp, ep, archive)
+    missing = [key for key in _expected(sizes) if key not in ranks]
+    if missing:
+        raise SourceError(
+            f"files of {len(missing)} ranks are missing: "
+            + ", ".join(_directory_name(*key, sizes) for key in missing),
+            file=directory,
+            hint="Their tensors cannot be rebuilt from the other ranks; copy them as well",
+        )
+    extra = sorted(set(ranks) - set(_expected(sizes)))
+    if extra:
+        raise SourceError(
+            "files of ranks that the training arguments do not have: "
+            + ", ".join(ranks[key].archive.file.parent.name for key in extra),
+            file=directory,
+            hint="They are of another run; remove them",
+        )
+    return [ranks[key] for key in sorted(ranks, key=lambda key: (key[1], key[2], key[0]))]
+
+
+def _expected(sizes: Parallelism) -> list[tuple[int, int, int]]:
+    """Ranks (tp, pp, ep) that save a file: those of the smallest world that holds the model.
+
+    Dense ranks run over TP first, expert ranks over ETP and then EP
+    (megatron/core/parallel_state.py, order tp-cp-ep-dp-pp).
+    """
+    world = max(sizes.tensor, sizes.expert * sizes.expert_tensor)
+    pairs = [
+        (rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert) for rank in range(world)
+    ]
+    return [
+        (tp, pp, ep) for pp in range(sizes.pipeline) for tp, ep in dict.fromkeys(pairs)
+    ]
+
+
+def _directory_name(tp: int, pp: int, ep: int, sizes: Parallelism) -> str:
+    name = f"mp_rank_{tp:02d}"
+    name += f"_{pp:03d}" if sizes.pipeline > 1 else ""
+    return name + (f"_{ep:03d}" if sizes.expert > 1 else "")
+
+
+class _Collector:
+    """Gathers the ranks' shards of each tensor under global names."""
+
+    def __init__(self, args: Mapping[str, Any], sizes: Parallelism) -> None:
+        self.args, self.sizes = args, sizes
+        self.skipped: list[tuple[str, str]] = []
+        self._layers: dict[int, int] = {}
+        self._pending: list[tuple[_Rank, int, dict[str, View]]] = []
+
+    def add(self, rank: _Rank) -> None:
+        """Take the tensors of one file."""
+        chunks = rank.chunks
+        if len(chunks) != self.sizes.virtual_pipeline:
+            raise SourceError(
+                "holds another number of model chunks than its neighbours",
+                file=rank.archive.file,
+                expected=self.sizes.virtual_pipeline,
+                found=len(chunks),
+            )
+        for number, chunk in enumerate(chunks):
+            views = self._views(rank, chunk)
+            stage = number * self.sizes.pipeline + rank.pp
+            layers = {names.layer_of(name) for name in views} - {None}
+            self._count_layers(rank, stage, {layer for layer in layers if layer is not None})
+            self._pending.append((rank, stage, views))
+
+    def _count_layers(self, rank: _Rank, stage: int, layers: set[int]) -> None:
+        count = len(layers)
+        if layers != set(range(count)):
+            raise SourceError(
+                "layers are not numbered from 0 without a gap",
+                file=rank.archive.file,
+                found=sorted(layers),
+            )
+        if self._layers.setdefault(stage, count) != count:
+            raise SourceError(
+                "holds another number of layers than the other ranks of its stage",
+                file=rank.archive.file,
+                expected=self._layers[stage],
+                found=count,
+            )
+
+    def _views(self, rank: _Rank, chunk: Mapping[str, Any]) -> dict[str, View]:
+        views = {}
+        for name, value in _flatten(chunk):
+            reason = names.skip_reason(name)
+            if reason:
+                if rank.tp == rank.ep == 0:
+                    self.skipped.append((name, reason))
+            elif isinstance(value, TensorRef):
+                view = rank.archive.view(value, name=name)
+                for part_name, part in self._split_grouped(names.canonical(name), view):
+                    views[part_name] = part
+            elif value is not None:
+                raise SourceError(
+                    f"an entry that is no tensor: {value!r:.60}",
+                    file=rank.archive.file,
+                    tensor=name,
+                )
+        return views
+
+    def _split_grouped(self, name: str, view: View) -> Iterator[tuple[str, View]]:
+        """Experts that one parameter holds, each as ``[out, in]``.
+
+        ``weight1`` is [H, E*2f] and ``weight2`` [E*f, H] in name only: their memory is
+        [E, H, 2f] and [E, f, H] (moe/experts.py, GroupedMLP). A grouped TE parameter is
+        [E, out, in].
+        """
+        stem, _, last = name.rpartition(".")
+        local = int(self.args.get("num_experts") or 0) // self.sizes.expert
+        if stem.endswith(".mlp.experts") and last in {"weight1", "weight2"}:
+            hidden = view.shape[0] if last == "weight1" else view.shape[1]
+            inner = prod(view.shape) // max(1, local * hidden)
+            rows = (hidden, inner) if last == "weight1" else (inner, hidden)
+            if not view.is_contiguous or local * rows[0] * rows[1] != prod(view.shape):
+                raise SourceError("grouped experts do not fit num_experts", tensor=name)
+            stack = view.reshape((local, *rows))
+            number = "1" if last == "weight1" else "2"
+            for index in range(local):
+                yield (
+                    f"{stem}.{index}.linear_fc{number}.weight",
+                    stack.select(0, index).transpose(),
+                )
+        elif ".mlp.experts.linear_fc" in name and len(view.shape) == 3:  # noqa: PLR2004
+            head, _, tail = name.partition(".mlp.experts.")
+            for index in range(view.shape[0]):
+                yield f"{head}.mlp.experts.{index}.{tail}", view.select(0, index)
+        else:
+            yield name, view
+
+    def tensors(self) -> list[SourceTensor]:
+        """The tensors under global names, shards in order of rank."""
+        offsets = self._offsets()
+        shards: dict[str, dict[int, list[View]]] = {}
+        for rank, stage, views in self._pending:
+            for local_name, view in views.items():
+                name = names.shift_layer(local_name, offsets[stage])
+                for key, global_name in self._places(rank, name):
+                    shards.setdefault(global_name, {}).setdefault(key, []).append(view)
+        return self._join(shards)
+
+    def _offsets(self) -> dict[int, int]:
+        """The number of the first layer of each virtual stage."""
+        offsets, total = {}, 0
+        for stage in sorted(self._layers):
+            offsets[stage] = total
+            total += self._layers[stage]
+        expected = self.args.get("num_layers") or self.args.get("encoder_num_layers")
+        if expected is not None and total != int(expected):
+            raise SourceError(
+                "the files do not hold all layers",
+                expected=f"{expected} layers",
+                found=f"{total} in {len(offsets)} pipeline stages",
+            )
+        return offsets
+
+    def _places(self, rank: _Rank, name: str) -> Iterator[tuple[int, str]]:
+        """(rank within the sharding group, global name) pairs that one stored tensor fills."""
+        if not names.is_expert(name):
+            yield rank.tp, name
+            return
+        sizes = self.sizes
+        local = int(self.args.get("num_experts") or 0) // sizes.expert
+        world = max(sizes.tensor, sizes.expert * sizes.expert_tensor)
+        held = {
+            number % sizes.expert_tensor
+            for number in range(world)
+            if (number % sizes.tensor, number // sizes.expert_tensor % sizes.expert)
+            == (rank.tp, rank.ep)
+        }
+        for etp in held:
+            yield etp, names.shift_expert(name, rank.ep * local)
+
+    def _join(self, shards: dict[str, dict[int, list[View]]]) -> list[SourceTensor]:
+        tensors = []
+        for name, by_rank in shards.items():
+            views = [by_rank[key][0] for key in sorted(by_rank)]
+            expected = self.sizes.expert_tensor if names.is_expert(name) else self.sizes.tensor
+            if len(views) != expected:
+                raise SourceError(
+                    "only some ranks hold this tensor",
+                    file=views[0].file,
+                    tensor=name,
+                    expected=f"{expected} tensor-parallel ranks",
+                    found=f"ranks {sorted(by_rank)}",
+                )
+            _check_dtypes(name, views)
+            spare = max(len(found) for found in by_rank.values())
+            copies = tuple(
+                tuple(Shard(by_rank[key][n], rank=key) for key in sorted(by_rank))
+                for n in range(1, min(spare, 2))
+                if all(len(found) > n for found in by_rank.values())
+            )
+            dtype: DType = views[0].dtype
+            main = tuple(Shard(view, rank=key) for key, view in zip(sorted(by_rank), views, strict=True))
+            tensors.append(SourceTensor(name, dtype, main, copies=copies))
+        return _fold_tied(tensors, tied=_is_tied(self.args))
+
+
+def _is_tied(args: Mapping[str, Any]) -> bool:
+    return not args.get("untie_embeddings_and_output_weights", False)
+
+
+def _fold_tied(tensors: list[SourceTensor], *, tied: bool) -> list[SourceTensor]:
+    """A tied model's last stage keeps a copy of the embedding as its head: one tensor, one copy."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    embedding = by_name.get(_EMBEDDING)
+    if not tied or embedding is None:
+        return tensors
+    for name in _TIED_HEADS:
+        head = by_name.pop(name, None)
+        if head is not None:
+            embedding = replace(embedding, copies=(*embedding.copies, head.shards))
+    by_name[_EMBEDDING] = embedding
+    return list(by_name.values())
+
+
+def _check_dtypes(name: str, views: list[View]) -> None:
+    for view in views:
+        if view.dtype is not views[0].dtype:
+            raise SourceError(
+                "ranks hold different element types",
+                file=view.file,
+                tensor=name,
+                expected=views[0].dtype.name,
+                found=view.dtype.name,
+            )
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of nested state dicts with dotted names."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

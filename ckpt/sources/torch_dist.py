@@ -1,0 +1,298 @@
+"""Megatron-Core's ``torch_dist`` format: global tensors cut into chunks, indexed by ``.metadata``.
+
+The index is a pickle of torch.distributed.checkpoint.metadata.Metadata; a chunk is a whole
+``torch.save`` archive inside a ``.distcp`` file. Homogeneous models stack all layers in
+one tensor, experts have an axis of their own (megatron/core/transformer/transformer_block.py
+and moe/experts.py, ``sharded_state_dict``); both axes are taken apart here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import SourceError
+from ckpt.sources import names
+from ckpt.sources.checkpoint import Checkpoint, parallelism_of
+from ckpt.sources.torch_archive import TorchArchive, read_archive
+from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.tensors import DType, Shard, SourceTensor, View
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpt.sources.locate import Located
+
+_STACKED = re.compile(r"^(decoder\.layers\.)(?!\d+\.)(.*)$")
+_EXPERTS = re.compile(r"^(.*\.mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\.\w+)$")
+_HALVES = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_(w|v)$")
+_ARGS_HINT = "Restore common.pt, or copy the args of another iteration of the same run"
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored part of a global tensor: where it belongs and which bytes hold it."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Item:
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+def read(located: Located, *, spans: bool) -> Checkpoint:
+    """The checkpoint in a ``torch_dist`` directory.
+
+    Without ``spans`` only names, types and shapes are read; the views then point to the
+    chunks' archives instead of to their elements. Raises SourceError for an index that
+    is damaged, and for files that are missing or shorter than it says.
+    """
+    directory, reader = located.directory, Reader()
+    index = directory / ".metadata"
+    metadata = reader.load(_read_bytes(index), file=str(index))
+    _check_index(metadata, index)
+    common, common_files = _read_common(directory, metadata, reader)
+    items, skipped = _list_items(metadata, directory)
+    _check_files(items, directory)
+    opener = _Opener(directory, reader) if spans else None
+    tensors = _merge_halves(_expand(items, directory, opener))
+    args = _plain_args(common)
+    return Checkpoint(
+        format="torch_dist",
+        directory=directory,
+        iteration=located.iteration,
+        args=args,
+        parallelism=parallelism_of(args),
+        tensors=tuple(tensors),
+        shapes={tensor.name: tensor.shape for tensor in tensors},
+        skipped=names.count_skipped(skipped),
+        files=tuple(sorted({directory / chunk.file for item in items for chunk in item.chunks})),
+        metadata_files=(index, *common_files),
+        foreign_classes=reader.foreign_classes,
+        notes=located.notes,
+    )
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SourceError(f"cannot read: {error.strerror}", file=file) from error
+
+
+def _check_index(metadata: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
+    needed = ("state_dict_metadata", "storage_data")
+    if not all(isinstance(getattr(metadata, name, None), dict) for name in needed):
+        raise SourceError("not the index of a distributed checkpoint", file=index)
+
+
+def _read_common(
+    directory: Path, metadata: Any, reader: Reader  # noqa: ANN401 - unpickled
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The unsharded state: ``common.pt``, or since 0.17 the object ``common_state``."""
+    file = directory / "common.pt"
+    if file.is_file():
+        root = read_archive(file, reader).root
+        if isinstance(root, dict):
+            return root, (file,)
+        raise SourceError("not a dictionary", file=file)
+    for key, place in metadata.storage_data.items():
+        if key.fqn == "common_state" or key.fqn.startswith("common_state/"):
+            archive = _open(directory, place, reader)
+            root = archive.root[0] if isinstance(archive.root, list) else archive.root
+            if isinstance(root, dict):
+                return root, ()
+    raise SourceError(
+        "the training arguments are missing: no common.pt and no common_state object",
+        file=directory,
+        hint=_ARGS_HINT,
+    )
+
+
+def _open(directory: Path, place: Any, reader: Reader) -> TorchArchive:  # noqa: ANN401
+    file = directory / place.relative_path
+    return read_archive(file, reader, offset=place.offset, length=place.length)
+
+
+def _plain_args(common: dict[str, Any]) -> dict[str, Any]:
+    args = common.get("args")
+    values = dict(vars(args)) if hasattr(args, "__dict__") else dict(args or {})
+    values.pop("args", None)
+    if not values:
+        raise SourceError("the checkpoint holds no training arguments", hint=_ARGS_HINT)
+    if "checkpoint_version" in common:
+        values.setdefault("checkpoint_version", common["checkpoint_version"])
+    return values
+
+
+def _list_items(metadata: Any, directory: Path) -> tuple[list[_Item], list[tuple[str, str]]]:  # noqa: ANN401
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for key, place in metadata.storage_data.items():
+        offset = getattr(key, "offset", None)
+        places[key.fqn, None if offset is None else tuple(offset)] = place
+    items, skipped = [], []
+    for name, entry in metadata.state_dict_metadata.items():
+        reason = names.skip_reason(name)
+        if name == "common_state" or name.startswith("common_state/"):
+            continue
+        if reason:
+            skipped.append((name, reason))
+        elif not hasattr(entry, "chunks"):
+            skipped.append((name, "an object that is no tensor"))
+        else:
+            items.append(_item(name, entry, places, directory))
+    return items, skipped
+
+
+def _item(name: str, entry: Any, places: dict[Any, Any], directory: Path) -> _Item:  # noqa: ANN401
+    dtype = _dtype(entry.properties)
+    if dtype is None:
+        raise SourceError("element type is not supported", file=directory, tensor=name)
+    chunks = []
+    for chunk in entry.chunks:
+        start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+        place = places.get((name, start))
+        if place is None:
+            raise SourceError(
+                f"the index names no file for its part at {list(start)}",
+                file=directory / ".metadata",
+                tensor=name,
+            )
+        if "/" in place.relative_path or place.relative_path.startswith(".."):
+            raise SourceError(
+                f"the index points outside the directory: {place.relative_path}",
+                file=directory / ".metadata",
+                tensor=name,
+            )
+        chunks.append(_Chunk(start, shape, place.relative_path, place.offset, place.length))
+    return _Item(name, dtype, tuple(entry.size), tuple(chunks))
+
+
+def _dtype(properties: Any) -> DType | None:  # noqa: ANN401 - unpickled
+    found = getattr(properties, "dtype", None)
+    state = getattr(properties, "state", None)
+    if found is None and isinstance(state, tuple) and state:
+        found = state[0]
+    return found if isinstance(found, DType) else None
+
+
+def _check_files(items: list[_Item], directory: Path) -> None:
+    ends: dict[str, int] = {}
+    for item in items:
+        for chunk in item.chunks:
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in ends.items():
+        file = directory / name
+        if not file.is_file():
+            raise SourceError("a file that the index names is missing", file=file)
+        if file.stat().st_size < end:
+            raise SourceError(
+                "the file is shorter than the index says",
+                file=file,
+                expected=f"at least {end} bytes",
+                found=f"{file.stat().st_size} bytes",
+                hint="Copy it again from the training cluster",
+            )
+
+
+class _Opener:
+    """Finds the elements inside the chunks' archives."""
+
+    def __init__(self, directory: Path, reader: Reader) -> None:
+        self._directory, self._reader = directory, reader
+
+    def view(self, item: _Item, chunk: _Chunk) -> View:
+        """The elements of a chunk; its archive must hold what the index says."""
+        file = self._directory / chunk.file
+        archive = read_archive(file, self._reader, offset=chunk.offset, length=chunk.length)
+        root = archive.root
+        if not isinstance(root, TensorRef):
+            raise SourceError("holds no tensor", file=file, tensor=item.name)
+        if root.shape != chunk.shape or root.dtype is not item.dtype:
+            raise SourceError(
+                "the stored part is not what the index says",
+                file=file,
+                tensor=item.name,
+                expected=f"{item.dtype.name} {list(chunk.shape)}",
+                found=f"{root.dtype.name} {list(root.shape)}",
+            )
+        return archive.view(root, name=item.name)
+
+
+def _expand(
+    items: list[_Item], directory: Path, opener: _Opener | None
+) -> list[SourceTensor]:
+    """One tensor for each layer and expert, from tensors that stack them."""
+    tensors: list[SourceTensor] = []
+    for item in items:
+        shards = []
+        for chunk in item.chunks:
+            if opener is None:
+                file = str(directory / chunk.file)
+                view = View.contiguous(file, chunk.offset, item.dtype, chunk.shape)
+            else:
+                view = opener.view(item, chunk)
+            shards.append(Shard(view, start=chunk.start))
+        name = names.strip_prefixes(item.name)
+        tensors += _unstack(SourceTensor(name, item.dtype, tuple(shards), item.shape))
+    return [replace(tensor, name=names.canonical(tensor.name)) for tensor in tensors]
+
+
+def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
+    found = _STACKED.match(tensor.name)
+    if found:
+        prefix, rest = found[1], found[2]
+        layers = _entries(tensor, lambda index: f"{prefix}{index}.{rest}")
+        return [part for layer in layers for part in _unstack(layer)]
+    found = _EXPERTS.match(tensor.name)
+    if not found:
+        return [tensor]
+    prefix, number, rest = found[1], found[2], found[3]
+    if number is not None:
+        return [replace(tensor, name=f"{prefix}{number}.{rest}")]
+    return _entries(tensor, lambda index: f"{prefix}{index}.{rest}")
+
+
+def _entries(tensor: SourceTensor, name: Any) -> list[SourceTensor]:  # noqa: ANN401 - a function
+    """The entries along the first axis, each a tensor of its own."""
+    shape = tensor.shape or ()
+    shards: list[list[Shard]] = [[] for _ in range(shape[0])]
+    for shard in tensor.shards:
+        start = shard.start or ()
+        for index in range(shard.view.shape[0]):
+            part = Shard(shard.view.select(0, index), start=start[1:])
+            shards[start[0] + index].append(part)
+    return [
+        SourceTensor(name(index), tensor.dtype, tuple(parts), shape[1:])
+        for index, parts in enumerate(shards)
+    ]
+
+
+def _merge_halves(tensors: list[SourceTensor]) -> list[SourceTensor]:
+    """Gate and up stored as two keys ``..._w`` and ``..._v`` become one tensor again."""
+    whole: dict[str, SourceTensor] = {}
+    for tensor in tensors:
+        found = _HALVES.match(tensor.name)
+        if not found:
+            whole[tensor.name] = tensor
+            continue
+        name, half = found[1], found[2]
+        shape = tensor.shape or ()
+        shift = shape[0] if half == "v" else 0
+        shards = [
+            Shard(shard.view, start=((shard.start or ())[0] + shift, *(shard.start or ())[1:]))
+            for shard in tensor.shards
+        ]
+        known = whole.get(name)
+        merged = (*(known.shards if known else ()), *shards)
+        whole[name] = SourceTensor(name, tensor.dtype, merged, (2 * shape[0], *shape[1:]))
+    return list(whole.values())

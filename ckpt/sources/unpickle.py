@@ -1,0 +1,323 @@
+"""The one reader of pickles: an allow-list, inert stand-ins, and refusal of the rest.
+
+A checkpoint's pickles name classes of the training code. None of it is imported. A name
+on the allow-list becomes a plain value of ours; an unknown *class* becomes an inert
+:class:`Stub` that keeps its arguments and state; a *function* or anything of the standard
+library, torch or numpy that no checkpoint needs is refused (:class:`UnsafePickleError`).
+
+The allowed names are those seen in real checkpoints of Megatron-LM, Megatron-Core 0.12 to
+0.16 and DeepSpeed, and those that megatron/core/safe_globals.py lists.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import SourceError, UnsafePickleError
+from ckpt.tensors import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FOREIGN_ROOTS = {"torch", "numpy", "pip", "setuptools", "pkg_resources", "ckpt", "click", "yaml"}
+_TORCH_DTYPES = {
+    **{item.torch_name: item for item in DType},
+    **{"half": DType.F16, "float": DType.F32, "double": DType.F64, "long": DType.I64},
+}
+_STORAGES = {
+    "DoubleStorage": DType.F64,
+    "FloatStorage": DType.F32,
+    "HalfStorage": DType.F16,
+    "BFloat16Storage": DType.BF16,
+    "Float8_e4m3fnStorage": DType.F8_E4M3,
+    "Float8_e5m2Storage": DType.F8_E5M2,
+    "LongStorage": DType.I64,
+    "IntStorage": DType.I32,
+    "ShortStorage": DType.I16,
+    "CharStorage": DType.I8,
+    "ByteStorage": DType.U8,
+    "BoolStorage": DType.BOOL,
+    "UntypedStorage": DType.U8,
+}
+# Functions that may be called; what they build is of no interest, so their arguments are kept.
+_INERT_FUNCTIONS = {
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy.core.numeric", "_frombuffer"),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"),
+    ("torch._utils", "_rebuild_wrapper_subclass"),
+    ("torch._utils", "_rebuild_qtensor"),
+    ("torch._utils", "_rebuild_sparse_tensor"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "device"),
+    ("torch", "Generator"),
+    ("copyreg", "__newobj__"),
+    ("functools", "partial"),
+}
+# Classes of the standard library, torch and numpy that carry only data.
+_INERT_CLASSES = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.dtypes", "UInt32DType"),
+    ("enum", "Enum"),
+    ("signal", "Signals"),
+    ("signal", "Handlers"),
+    ("types", "SimpleNamespace"),
+    ("argparse", "Namespace"),
+    ("datetime", "timedelta"),
+    ("datetime", "datetime"),
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("io", "BytesIO"),
+    ("_io", "BytesIO"),
+    ("uuid", "UUID"),
+    ("decimal", "Decimal"),
+    ("fractions", "Fraction"),
+}
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath"}
+_RECORDS = {"Metadata", "MetadataIndex", "ChunkStorageMetadata", "_StorageInfo", "WriteItem"}
+_RECORDS |= {"TensorStorageMetadata", "BytesStorageMetadata", "TensorWriteData", "StorageMeta"}
+_BUILTINS: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "bytes": bytes,
+    "bytearray": bytearray,
+    "complex": complex,
+    "list": list,
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "slice": slice,
+    "range": range,
+    "object": object,
+}
+
+
+class Stub:
+    """An object of a class that is not ours: its arguments and state, and no behaviour."""
+
+    stub_name = "?"
+
+    def __init__(self, *args: object) -> None:
+        """Keep the arguments."""
+        self.args = args
+
+    def __setstate__(self, state: object) -> None:
+        """Keep the state: a dict becomes attributes, anything else ``state``."""
+        if isinstance(state, dict):
+            self.__dict__.update({str(key): value for key, value in state.items()})
+        else:
+            self.__dict__["state"] = state
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Keep an item of a foreign mapping."""
+        self.__dict__.setdefault("items", []).append((key, value))
+
+    def append(self, value: object) -> None:
+        """Keep an item of a foreign sequence."""
+        self.__dict__.setdefault("items", []).append(value)
+
+    def extend(self, values: list[object]) -> None:
+        """Keep items of a foreign sequence."""
+        self.__dict__.setdefault("items", []).extend(values)
+
+    def __repr__(self) -> str:
+        """The foreign name and what it was called with."""
+        return f"<{self.stub_name}{getattr(self, 'args', ())!r}>"
+
+
+class Record:
+    """A known data class whose state is a dict. No behaviour, and fast to build."""
+
+    stub_name = "?"
+
+
+class StateDict(dict[Any, Any]):
+    """An ordered dictionary that, as torch's state dicts do, may carry attributes."""
+
+
+class StorageRef:
+    """A torch storage that was not read: where its bytes are, by key, and how many."""
+
+    def __init__(self, key: str, dtype: DType, count: int) -> None:
+        """``count`` elements of ``dtype`` in the archive's record ``data/<key>``."""
+        self.key, self.dtype, self.count = key, dtype, count
+
+
+class TensorRef:
+    """A torch tensor that was not read: a strided part of a storage."""
+
+    def __init__(
+        self,
+        storage: StorageRef,
+        dtype: DType,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """``offset`` and ``strides`` count elements of ``dtype``."""
+        self.storage, self.dtype, self.offset = storage, dtype, offset
+        self.shape, self.strides = shape, strides
+
+
+class _StorageType:
+    """``torch.FloatStorage`` and its kind: a marker that says an element type."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype
+
+
+class Reader:
+    """Loads pickles of one checkpoint and remembers the foreign classes it met."""
+
+    def __init__(self) -> None:
+        """Nothing met yet."""
+        self.stubs: dict[str, type] = {}
+
+    def load(self, content: bytes, *, file: str) -> Any:  # noqa: ANN401 - a pickle holds anything
+        """The object in ``content``, built of plain values, stubs and tensor references.
+
+        Raises UnsafePickleError for code that no checkpoint needs, SourceError for damage.
+        """
+        return self.load_stream(io.BytesIO(content), file=file)
+
+    def load_stream(self, stream: Any, *, file: str) -> Any:  # noqa: ANN401 - as above
+        """The next object of a stream of pickles."""
+        try:
+            return _Unpickler(stream, self).load()
+        except UnsafePickleError as error:
+            error.file = file
+            raise
+        except (MemoryError, RecursionError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            message = f"damaged or foreign pickle: {type(error).__name__}: {error}"
+            raise SourceError(message, file=file, hint="Copy the file again") from error
+
+    def stub(self, module: str, name: str, base: type = Stub) -> type:
+        """The inert stand-in of one foreign class; the same for each use of the name."""
+        full = f"{module}.{name}"
+        if full not in self.stubs:
+            self.stubs[full] = type(name.split(".")[-1], (base,), {"stub_name": full})
+        return self.stubs[full]
+
+    @property
+    def foreign_classes(self) -> tuple[str, ...]:
+        """Names of the classes outside torch, numpy and the standard library that were met."""
+        known = ("torch.", "numpy.", "argparse.", "signal.", "io.", "_io.", "types.", "enum.")
+        return tuple(sorted(name for name in self.stubs if not name.startswith(known)))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: Any, reader: Reader) -> None:  # noqa: ANN401 - a binary stream
+        super().__init__(stream, encoding="utf-8")
+        self._reader = reader
+
+    def persistent_load(self, pid: object) -> StorageRef:
+        match pid:
+            case ("storage", _StorageType(dtype=dtype), str(key), _, int(count), *_):
+                return StorageRef(key, dtype, count)
+        raise SourceError(f"unknown kind of storage {str(pid)[:80]}")
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - names of any kind
+        if (module, name) in _SPECIAL:
+            return _SPECIAL[module, name]
+        root = module.split(".")[0]
+        if module in {"builtins", "__builtin__"} and name in _BUILTINS:
+            return _BUILTINS[name]
+        if root == "torch" and (found := _torch_name(module, name)) is not None:
+            return found
+        if root == "pathlib" and name in _PATHS:
+            return _join_path
+        if (module, name) in _INERT_FUNCTIONS | _INERT_CLASSES:
+            return self._reader.stub(module, name)
+        if module.startswith("torch.distributed.checkpoint.") and name.lstrip("_")[:1].isupper():
+            return self._reader.stub(module, name, Record if name in _RECORDS else Stub)
+        last = name.split(".")[-1].lstrip("_")
+        is_class = last[:1].isupper()
+        if root in sys.stdlib_module_names or root in _FOREIGN_ROOTS or not is_class:
+            raise UnsafePickleError(
+                f"the pickle asks for {module}.{name}, which no checkpoint needs; nothing was run",
+                hint="Do not load this file with any other tool before you know who wrote it",
+            )
+        return self._reader.stub(module, name)
+
+
+def _torch_name(module: str, name: str) -> Any:  # noqa: ANN401 - dtype, storage or None
+    if module == "torch" and name in _TORCH_DTYPES:
+        return _TORCH_DTYPES[name]
+    if module in {"torch", "torch.storage", "torch.cuda"} and name in _STORAGES:
+        return _StorageType(_STORAGES[name])
+    return None
+
+
+def _rebuild_tensor(
+    storage: StorageRef, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object
+) -> TensorRef:
+    return TensorRef(storage, storage.dtype, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_tensor_v3(  # noqa: PLR0913, PLR0917, RUF100 - torch's own signature
+    storage: StorageRef,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    _grad: object,
+    _hooks: object,
+    dtype: DType,
+    *_: object,
+) -> TensorRef:
+    return TensorRef(storage, dtype, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(tensor: TensorRef, *_: object) -> TensorRef:
+    return tensor
+
+
+def _join_path(*parts: str) -> str:
+    return "/".join(parts) or "."
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    return text.encode(encoding if encoding in {"latin1", "utf-8", "ascii"} else "latin1")
+
+
+def _reconstruct(kind: Callable[..., object], _base: object, _state: object) -> object:
+    return kind() if isinstance(kind, type) and issubclass(kind, Stub | Record) else Stub()
+
+
+def _new_object(kind: Callable[..., object], *args: object) -> object:
+    return kind(*args) if isinstance(kind, type) and issubclass(kind, Stub | Record) else Stub()
+
+
+def _default_dict(_factory: object = None, *pairs: Any) -> dict[Any, Any]:  # noqa: ANN401
+    return dict(*pairs)
+
+
+_SPECIAL: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): StateDict,
+    ("collections", "defaultdict"): _default_dict,
+    ("collections", "deque"): list,
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstruct,
+    ("copy_reg", "_reconstructor"): _reconstruct,
+    ("copyreg", "__newobj__"): _new_object,
+    ("__builtin__", "long"): int,
+    ("__builtin__", "unicode"): str,
+}
