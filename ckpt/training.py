@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import FamilyError
+import yaml
+
+from ckpt.errors import FamilyError, OptionsError
 from ckpt.tensors import DType
 
 if TYPE_CHECKING:
@@ -369,3 +371,17 @@ def _latent_attention(fields: _Fields) -> dict[str, Any]:
 def yarn_scale(factor: float, mscale: float) -> float:
     """YaRN's magnitude correction, 0.1 * mscale * ln(factor) + 1 (yarn_rotary_pos_embedding.py)."""
     return 0.1 * mscale * log(factor) + 1.0 if factor > 1 and mscale else 1.0
+
+
+def parse_overrides(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Training arguments given as ``NAME=VALUE``; the value is read as YAML.
+
+    Raises OptionsError for a text without ``=``.
+    """
+    values = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
+            raise OptionsError("--set needs NAME=VALUE", found=text)
+        values[name] = yaml.safe_load(value)
+    return values

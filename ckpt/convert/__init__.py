@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt.arch import choose_architecture
 from ckpt.convert import staging
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
-from ckpt.convert.maps import CastReport
 from ckpt.convert.plan import Plan, build_plan, describe_plan
 from ckpt.convert.write import Files, Written, run_checks, write_file
 from ckpt.errors import OptionsError
@@ -20,7 +19,7 @@ from ckpt.progress import Progress, Silent
 from ckpt.shards import INDEX_NAME, assign, file_names, index_content
 from ckpt.sources import open_source
 from ckpt.tensors import DType
-from ckpt.training import TrainingArgs, parse_training_args
+from ckpt.training import TrainingArgs, parse_overrides, parse_training_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,6 +107,9 @@ class ConvertReport:
             f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, {seconds:.1f} s"
         ]
         lines += [f"  {item['count']} x {item['reason']} left out" for item in self.section["skipped"]]
+        for kind, tensors in self.section["casts"].items():
+            for name, count in tensors.items():
+                lines.append(f"  warning: {count} values {kind} in the cast of {name}")
         lines += [f"  note: {note}" for note in self.section["notes"]]
         return "\n".join(lines)
 
@@ -121,7 +123,8 @@ def plan_conversion(
     converted exactly.
     """
     checkpoint = open_source(source, iteration)
-    args = parse_training_args(checkpoint.args, checkpoint.shapes)
+    values = {**checkpoint.args, **parse_overrides(options.overrides)}
+    args = parse_training_args(values, checkpoint.shapes)
     architecture = choose_architecture(args, options.family)
     tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
     vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer)
@@ -170,26 +173,25 @@ def convert_checkpoint(
     with Files() as files:
         run_checks(conversion.plan.checks, files, progress)
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
-        report = CastReport()
-        written = _write_weights(conversion, stage, files, progress, report)
+        written = _write_weights(conversion, stage, files, progress)
     written += _write_beside(conversion, stage)
     staging.check_written(stage, conversion.files)
     staging.clear_receipts(stage)
-    section = _section(conversion, options, written, report, time.monotonic() - started)
+    section = _section(conversion, options, written, time.monotonic() - started)
     write_stage(stage, "convert", section)
     staging.publish(stage, output)
     return ConvertReport(output, section, conversion.notes)
 
 
 def _write_weights(
-    conversion: Conversion, stage: Path, files: Files, progress: Progress, report: CastReport
+    conversion: Conversion, stage: Path, files: Files, progress: Progress
 ) -> list[Written]:
     targets = {target.spec.name: target for target in conversion.plan.targets}
     progress.start("writing weights", conversion.plan.nbytes)
     written = []
     for name, specs in conversion.files:
         chosen = [targets[spec.name] for spec in specs]
-        written.append(write_file(stage, name, chosen, files, progress, report))
+        written.append(write_file(stage, name, chosen, files, progress))
     progress.finish()
     return written
 
@@ -316,7 +318,6 @@ def _section(
     conversion: Conversion,
     options: ConvertOptions,
     written: Sequence[Written],
-    report: CastReport,
     seconds: float,
 ) -> dict[str, Any]:
     plan, checkpoint = conversion.plan, conversion.checkpoint
@@ -336,9 +337,12 @@ def _section(
             "dtypes": counts,
             "padding_rows": plan.padding_rows,
         },
-        "outputs": [vars(item) for item in written],
+        "outputs": [{"name": w.name, "size": w.size, "sha256": w.sha256} for w in written],
         "skipped": [vars(item) for item in checkpoint.skipped],
-        "casts": {"overflowed": report.overflowed, "underflowed": report.underflowed},
+        "casts": {
+            "overflowed": {name: n for w in written for name, n in w.overflowed.items()},
+            "underflowed": {name: n for w in written for name, n in w.underflowed.items()},
+        },
         "notes": list(conversion.notes),
         "seconds": round(seconds, 3),
     }

@@ -12,7 +12,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +48,8 @@ class Written:
     name: str
     size: int
     sha256: str
+    overflowed: dict[str, int] = field(default_factory=dict)
+    underflowed: dict[str, int] = field(default_factory=dict)
 
 
 class Files(AbstractContextManager["Files"]):
@@ -231,7 +233,6 @@ def write_file(
     targets: Sequence[Target],
     files: Files,
     progress: Progress,
-    report: CastReport,
 ) -> Written:
     """Write one safetensors file and its receipt, or keep the finished one of an earlier run."""
     known = read_receipt(directory, name)
@@ -239,9 +240,8 @@ def write_file(
         progress.advance(sum(target.spec.nbytes for target in targets))
         return known
     part = directory / f"{name}{PART_SUFFIX}"
-    before = CastReport(dict(report.overflowed), dict(report.underflowed))
     try:
-        written = _write_part(part, name, targets, files, progress, report)
+        written = _write_part(part, name, targets, files, progress)
     except OSError as error:
         part.unlink(missing_ok=True)
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror)
@@ -249,10 +249,7 @@ def write_file(
             f"cannot write: {reason}", file=part, hint="Make room; the same command goes on from here"
         ) from error
     part.replace(directory / name)
-    del before
-    write_json(
-        directory / f"{name}{RECEIPT_SUFFIX}", {"size": written.size, "sha256": written.sha256}
-    )
+    write_json(directory / f"{name}{RECEIPT_SUFFIX}", asdict(written))
     return written
 
 
@@ -262,9 +259,8 @@ def _write_part(
     targets: Sequence[Target],
     files: Files,
     progress: Progress,
-    report: CastReport,
 ) -> Written:
-    digest, size = hashlib.sha256(), 0
+    digest, size, report = hashlib.sha256(), 0, CastReport()
     with part.open("wb") as stream, ThreadPoolExecutor(1) as hasher:
         pending: Future[None] | None = None
         header = header_bytes([target.spec for target in targets])
@@ -286,7 +282,7 @@ def _write_part(
             pending.result()
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(name, size, digest.hexdigest())
+    return Written(name, size, digest.hexdigest(), report.overflowed, report.underflowed)
 
 
 def read_receipt(directory: Path, name: str) -> Written | None:
@@ -296,6 +292,4 @@ def read_receipt(directory: Path, name: str) -> Written | None:
         size = (directory / name).stat().st_size
     except (OSError, ValueError):
         return None
-    if content.get("size") != size:
-        return None
-    return Written(name, size, content["sha256"])
+    return Written(**content) if content.get("size") == size else None
