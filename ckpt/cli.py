@@ -148,6 +148,13 @@ def inspect(path: Path, iteration: Any, *, as_json: bool) -> None:  # noqa: ANN4
 @click.option("--family", help="Take this family instead of finding it, such as mistral.")
 @click.option("--vocab-size", type=click.IntRange(min=1), help="True size of the vocabulary.")
 @click.option(
+    "--mtp",
+    type=click.Choice(["keep", "drop"]),
+    default="keep",
+    show_default=True,
+    help="Layers that predict further tokens: write them, or leave them out.",
+)
+@click.option(
     "--set",
     "overrides",
     multiple=True,

@@ -63,6 +63,7 @@ class ConvertOptions:
     tokenizer: Path | None = None
     family: str | None = None
     vocab_size: Annotated[int, Field(ge=1)] | None = None
+    mtp: Literal["keep", "drop"] = "keep"
     overrides: tuple[str, ...] = ()
     overwrite: bool = False
 

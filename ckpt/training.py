@@ -84,6 +84,10 @@ class TrainingArgs:
     yarn_mscale: float
     yarn_mscale_all_dim: float
     mtp_layers: int
+    mtp_kept: int
+    mla_softmax_known: bool
+    embedding_norm: bool
+    parallel_residual: bool
     seq_length: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -106,6 +110,61 @@ class TrainingArgs:
     def moe_is_suffix(self) -> bool:
         """Whether the dense layers all come first."""
         return all(self.moe_layers[self.first_dense :])
+
+    @property
+    def all_moe(self) -> bool:
+        """Whether every layer has routed experts."""
+        return all(self.moe_layers) and self.is_moe
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether an expert is there that every token visits."""
+        return bool(self.shared_ffn)
+
+    @property
+    def shared_divides(self) -> bool:
+        """Whether the shared expert is as wide as a whole number of routed ones."""
+        return bool(self.shared_ffn and self.expert_ffn and self.shared_ffn % self.expert_ffn == 0)
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether choosing groups of experts first changes which experts are chosen.
+
+        It does not with one group, with all groups chosen, nor when each group counts by
+        its best expert and as many groups as experts are chosen: the best k experts then
+        lie in the best k groups.
+        """
+        if not self.router_groups or not self.router_group_topk or self.router_groups == 1:
+            return False
+        every = self.router_group_topk >= self.router_groups
+        return not every and self.router_topk != self.router_group_topk
+
+    @property
+    def experts_per_group_topk(self) -> int | None:
+        """How many experts' scores rank a group of experts, None without groups (moe_utils.py)."""
+        if not self.limits_groups:
+            return None
+        return self.router_topk // (self.router_group_topk or 1)
+
+    @property
+    def multi_head(self) -> bool:
+        """Whether every query head has a key and value head of its own."""
+        return self.groups == self.heads
+
+    @property
+    def plain_head_dim(self) -> bool:
+        """Whether the heads together are as wide as the hidden state."""
+        return self.head_dim * self.heads == self.hidden_size
+
+    @property
+    def four_times_ffn(self) -> bool:
+        """Whether the MLP is four times as wide as the hidden state."""
+        return self.ffn_hidden_size == 4 * self.hidden_size
+
+    @property
+    def uses_yarn(self) -> bool:
+        """Whether MLA's rotary positions are stretched; the type's default is yarn."""
+        return self.mla and self.rope_type in {None, "yarn"} and self.yarn_factor > 1
 
     @property
     def kv_down_rows(self) -> int:
@@ -185,6 +244,8 @@ def parse_training_args(
         **_rope(fields),
         **_experts(fields, sizes),
         **_latent_attention(fields),
+        "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
+        "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
     }
     return TrainingArgs(**parsed, notes=tuple(fields.notes))
 
@@ -284,8 +345,9 @@ def _activation(fields: _Fields, *, gated: bool) -> str:
         return "relu2"
     if fields.get("quick_geglu", default=False):
         return "quick_gelu"
-    tanh = fields.get("openai_gelu", "bias_gelu_fusion", default=False) and not gated
-    return "gelu_tanh" if tanh else "gelu"
+    fused = fields.get("bias_gelu_fusion", default=False)  # its kernel is the tanh form
+    tanh = (fields.get("openai_gelu", default=False) or fused) and not gated
+    return "gelu_new" if tanh else "gelu"
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
@@ -318,7 +380,7 @@ def _experts(fields: _Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
         "expert_ffn": int(size),
         "shared_ffn": shared,
         "shared_gate": bool(
-            fields.get("moe_shared_expert_gate", "moe_use_shared_expert_gate", default=False)
+            any(name.endswith("shared_experts.gate_weight") for name in fields.shapes)
         ),
         "router_score": str(fields.get("moe_router_score_function", default="softmax")),
         "router_bias": bool(fields.get("moe_router_enable_expert_bias", default=False)),
@@ -328,6 +390,7 @@ def _experts(fields: _Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
         "router_scale": fields.get("moe_router_topk_scaling_factor", default=None),
         "aux_loss": _aux_loss(fields.get("moe_aux_loss_coeff", default=0.0)),
         "mtp_layers": int(fields.value("mtp_num_layers", default=0) or 0),
+        "mtp_kept": int(fields.value("mtp_num_layers", default=0) or 0),
     }
 
 
@@ -351,21 +414,41 @@ def _moe_layers(freq: object, layers: int, experts: int) -> tuple[bool, ...]:
 
 
 def _latent_attention(fields: _Fields) -> dict[str, Any]:
+    mla = bool(fields.get("multi_latent_attention", default=False))
+    factor = float(fields.value("rotary_scaling_factor", default=1.0))
+    yarn = mla and fields.get("rope_type", default=None) in {None, "yarn"} and factor > 1
     original = fields.get("original_max_position_embeddings", default=None)
+    if yarn:  # defaults of MLATransformerConfig, which the command line does not store
+        original = fields.assume("original_max_position_embeddings", 4096)
+        fields.assume("beta_fast", 32)
+        fields.assume("beta_slow", 1)
     return {
+        "mla_softmax_known": not yarn or _softmax_known(fields),
         "q_lora_rank": fields.get("q_lora_rank", default=None),
         "kv_lora_rank": int(fields.value("kv_lora_rank", default=0) or 0),
         "qk_nope_dim": int(fields.value("qk_head_dim", default=0) or 0),
         "qk_rope_dim": int(fields.value("qk_pos_emb_head_dim", default=0) or 0),
         "v_head_dim": int(fields.value("v_head_dim", default=0) or 0),
         "rope_type": fields.get("rope_type", default=None),
-        "yarn_factor": float(fields.value("rotary_scaling_factor", default=1.0)),
+        "yarn_factor": factor,
         "yarn_original_positions": original,
         "yarn_beta_fast": float(fields.value("beta_fast", default=32)),
         "yarn_beta_slow": float(fields.value("beta_slow", default=1)),
         "yarn_mscale": float(fields.value("mscale", default=1.0)),
         "yarn_mscale_all_dim": float(fields.value("mscale_all_dim", default=0.0)),
     }
+
+
+def _softmax_known(fields: _Fields) -> bool:
+    """Whether it is sure that the softmax scale follows mscale_all_dim.
+
+    Older versions of Megatron-Core (0.12) took mscale instead. It does not matter where the
+    two are equal; ``layernorm_epsilon`` among the arguments shows 0.16 or newer.
+    """
+    mscale = float(fields.value("mscale", default=1.0))
+    all_dim = float(fields.value("mscale_all_dim", default=0.0))
+    known = "layernorm_epsilon" in fields.values or "mla_softmax_mscale" in fields.values
+    return mscale == all_dim or known
 
 
 def yarn_scale(factor: float, mscale: float) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from ckpt.arch.llama import LLAMA, MISTRAL
-from ckpt.arch.qwen import QWEN2, QWEN3
+from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
+from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
+from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.errors import FamilyError
 
@@ -17,7 +19,21 @@ __all__ = ["ARCHITECTURES", "Architecture", "Const", "Rule", "choose_architectur
 
 # In order of choice: where two families fit a checkpoint, the first one is taken.
 ARCHITECTURES: dict[str, Architecture] = {
-    item.name: item for item in (LLAMA, QWEN2, QWEN3, MISTRAL)
+    item.name: item
+    for item in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        MIXTRAL,
+        QWEN3_MOE,
+        QWEN2_MOE,
+        DEEPSEEK_V3,
+        DEEPSEEK_V2,
+        GPT2,
+        GPT_NEOX,
+        BLOOM,
+    )
 }
 
 

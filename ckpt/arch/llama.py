@@ -118,3 +118,41 @@ MISTRAL = Architecture(
         "sliding_window": "sliding_window",
     },
 )
+
+_X, _HF_X = L + "mlp.experts.{expert}.", H + "block_sparse_moe.experts.{expert}."
+MIXTRAL = Architecture(
+    name="mixtral",
+    model_class="MixtralForCausalLM",
+    expects={
+        **BASE_EXPECTS,
+        "all_moe": (True,),
+        "qk_norm": (False,),
+        "qkv_bias": (False,),
+        "linear_bias": (False,),
+        "router_score": ("softmax",),
+        "router_pre_softmax": (False,),
+        "router_bias": (False,),
+        "router_scale": (None, 1.0),
+        "router_groups": (None,),
+        "shared_ffn": (None,),
+        "mtp_layers": (0,),
+    },
+    rules=(
+        *EMBEDDING, *NORMS, *SELF_ATTENTION,
+        Rule(L + "mlp.router.weight", REPLICATED, (H + "block_sparse_moe.gate.weight",),
+             layers="moe", keep_dtype=True),
+        Rule(_X + "linear_fc1.weight", GATE_UP, (_HF_X + "w1.weight", _HF_X + "w3.weight"),
+             layers="moe"),
+        Rule(_X + "linear_fc2.weight", ROW, (_HF_X + "w2.weight",), layers="moe"),
+        *HEAD,
+    ),
+    config={
+        **BASE_CONFIG,
+        "model_type": Const("mixtral"),
+        "intermediate_size": "expert_ffn",
+        "num_local_experts": "experts",
+        "num_experts_per_tok": "router_topk",
+        "router_aux_loss_coef": "aux_loss",
+        "sliding_window": "sliding_window",
+    },
+)  # fmt: skip

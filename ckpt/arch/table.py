@@ -8,7 +8,6 @@ numbers on both sides. A Hugging Face name without ``{expert}`` that takes a row
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +27,8 @@ class Rule:
     ``when`` is the name of a truth in the training arguments that the row depends on, with
     ``!`` for its opposite; ``layers`` restricts ``{layer}`` to layers without or with
     experts. ``norm`` marks a gain that may be stored as distance from 1. ``keep_dtype``
-    exempts a tensor from casts.
+    exempts a tensor from casts. ``mtp_copies`` are further names under which each layer that
+    predicts another token repeats the tensor.
     """
 
     source: str
@@ -38,6 +38,7 @@ class Rule:
     layers: Scope = "all"
     norm: bool = False
     keep_dtype: bool = False
+    mtp_copies: tuple[str, ...] = ()
 
     def applies(self, args: TrainingArgs) -> bool:
         """Whether the model has this row's tensors."""
@@ -48,14 +49,9 @@ class Rule:
 
     def has_layer(self, args: TrainingArgs, layer: int) -> bool:
         """Whether the row is there in layer ``layer``."""
+        if layer >= args.layers:  # predicts a further token, built like the last layer
+            layer = args.layers - 1
         return self.layers == "all" or args.moe_layers[layer] == (self.layers == "moe")
-
-    def pattern(self) -> re.Pattern[str]:
-        """A pattern that matches the source names; groups ``layer`` and ``expert``."""
-        text = re.escape(self.source)
-        for part in ("layer", "expert"):
-            text = text.replace(re.escape("{" + part + "}"), rf"(?P<{part}>\d+)")
-        return re.compile(text)
 
 
 @dataclass(frozen=True)

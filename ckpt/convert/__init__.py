@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +125,8 @@ def plan_conversion(
     checkpoint = open_source(source, iteration)
     values = {**checkpoint.args, **parse_overrides(options.overrides)}
     args = parse_training_args(values, checkpoint.shapes)
+    if options.mtp == "drop":
+        args = replace(args, mtp_kept=0)
     architecture = choose_architecture(args, options.family)
     tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
     vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer)
@@ -269,6 +271,9 @@ def _notes(
     notes = [*checkpoint.notes, *args.notes]
     if vocabulary_note:
         notes.append(vocabulary_note)
+    if args.mtp_layers:
+        kept = "kept" if args.mtp_kept else f"dropped ({len(plan.dropped)} tensors)"
+        notes.append(f"{args.mtp_layers} layer(s) that predict further tokens: {kept}")
     if plan.padding_rows:
         notes.append(f"{plan.padding_rows} padding rows of the vocabulary left out")
     if checkpoint.foreign_classes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ckpt.training import TrainingArgs
+from ckpt.training import TrainingArgs, yarn_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,8 @@ LLAMA3_ORIGINAL_POSITIONS = 8192
 
 def rope_scaling(args: TrainingArgs) -> dict[str, Any] | None:
     """The rotary scaling in the form that transformers 4 and 5 and vLLM read, or None."""
+    if args.uses_yarn:
+        return yarn_scaling(args)
     if args.llama3_scaling:
         return {
             "rope_type": "llama3",
@@ -29,9 +31,47 @@ def rope_scaling(args: TrainingArgs) -> dict[str, Any] | None:
     return None
 
 
+def yarn_scaling(args: TrainingArgs) -> dict[str, Any]:
+    """MLA's YaRN. Hugging Face ignores mscale unless both are non-zero: then the factor is said."""
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": args.yarn_factor,
+        "original_max_position_embeddings": args.yarn_original_positions,
+        "beta_fast": args.yarn_beta_fast,
+        "beta_slow": args.yarn_beta_slow,
+        "mscale": args.yarn_mscale,
+        "mscale_all_dim": args.yarn_mscale_all_dim,
+    }
+    if not args.yarn_mscale_all_dim and args.yarn_mscale != 1:
+        scaling["attention_factor"] = yarn_scale(args.yarn_factor, args.yarn_mscale)
+    return scaling
+
+
+def v2_topk_method(args: TrainingArgs) -> str:
+    """DeepSeek V2's name for choosing experts with or without groups."""
+    return "greedy" if args.experts_per_group_topk is None else "group_limited_greedy"
+
+
+def yarn_max_positions(args: TrainingArgs) -> int:
+    """Positions that the model can take: the stretched original ones under YaRN."""
+    if args.uses_yarn and args.yarn_original_positions:
+        return max(args.max_positions, int(args.yarn_original_positions * args.yarn_factor))
+    return args.max_positions
+
+
 # Facts that are not simply a field of TrainingArgs.
 DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "rope_scaling": rope_scaling,
+    "v2_topk_method": v2_topk_method,
+    "yarn_max_positions": yarn_max_positions,
+    "n_shared_experts": lambda args: (args.shared_ffn or 0) // args.expert_ffn,
+    "routed_scaling_factor": lambda args: args.router_scale or 1.0,
+    "group_count": lambda args: args.router_groups if args.limits_groups else 1,
+    "group_topk": lambda args: args.router_group_topk if args.limits_groups else 1,
+    "norm_topk_prob": lambda args: not args.router_pre_softmax,
+    "dense_layers": lambda args: [n for n, moe in enumerate(args.moe_layers) if not moe],
+    "first_dense": lambda args: args.first_dense,
 }
 
 

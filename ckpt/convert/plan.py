@@ -62,6 +62,7 @@ class Plan:
     checks: tuple[Check, ...]
     padding_rows: int
     source_parameters: int
+    dropped: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +122,7 @@ def _match(
     missing = [name for name in expected if name not in known]
     if unknown or missing:
         raise PlanError(_describe(unknown, missing, architecture), hint=_HINT)
-    return [
-        _Match(tensor, *_place_in_table(tensor.name, expected[tensor.name])) for tensor in tensors
-    ]
+    return [_Match(tensor, *expected[tensor.name]) for tensor in tensors]
 
 
 _HINT = "Nothing was written. Another --family may fit, or the checkpoint is not what it says"
@@ -131,30 +130,38 @@ _HINT = "Nothing was written. Another --family may fit, or the checkpoint is not
 
 def _expected(
     architecture: Architecture, args: TrainingArgs
-) -> Iterator[tuple[str, tuple[Rule, int]]]:
-    """Every source name that the table asks for, with its row."""
+) -> Iterator[tuple[str, tuple[Rule, int, int, int]]]:
+    """Every source name that the table asks for, with its row, position, layer and expert."""
     for position, rule in enumerate(architecture.rules):
         if not rule.applies(args):
             continue
-        if "{layer}" not in rule.source:
-            yield rule.source, (rule, position)
-            continue
-        for layer in range(args.layers):
-            if not rule.has_layer(args, layer):
-                continue
-            name = rule.source.replace("{layer}", str(layer))
+        for name, layer in _layer_names(rule, args):
             if "{expert}" not in name:
-                yield name, (rule, position)
+                yield name, (rule, position, layer, 0)
                 continue
             for expert in range(args.experts):
-                yield name.replace("{expert}", str(expert)), (rule, position)
+                yield name.replace("{expert}", str(expert)), (rule, position, layer, expert)
 
 
-def _place_in_table(name: str, row: tuple[Rule, int]) -> tuple[Rule, int, int, int]:
-    rule, position = row
-    found = rule.pattern().fullmatch(name)
-    numbers = found.groupdict() if found else {}
-    return rule, position, int(numbers.get("layer") or -1), int(numbers.get("expert") or 0)
+def _layer_names(rule: Rule, args: TrainingArgs) -> Iterator[tuple[str, int]]:
+    """The row's names with layers filled in, and each one's number in Hugging Face's counting.
+
+    Layers that predict further tokens hold a whole decoder layer of their own.
+    """
+    further = range(args.layers, args.layers + args.mtp_layers)
+    if "{mtp}" in rule.source:
+        for layer in further:
+            yield rule.source.replace("{mtp}", str(layer - args.layers)), layer
+    elif "{layer}" in rule.source:
+        for layer in range(args.layers):
+            if rule.has_layer(args, layer):
+                yield rule.source.replace("{layer}", str(layer)), layer
+        for layer in further:
+            if rule.has_layer(args, layer):
+                inner = f"mtp.layers.{layer - args.layers}.transformer_layer."
+                yield rule.source.replace("decoder.layers.{layer}.", inner), layer
+    else:
+        yield rule.source, -1
 
 
 def _describe(
@@ -199,6 +206,7 @@ class _Builder:
         self._sizes = Sizes(args.heads, args.groups, args.head_dim, vocab_size)
         self._targets: dict[str, Target] = {}
         self._checks: list[Check] = []
+        self._dropped: list[str] = []
         self._padding_rows = 0
         self._parameters = 0
 
@@ -212,6 +220,9 @@ class _Builder:
 
     def _add(self, match: _Match) -> None:
         rule, tensor = match.rule, match.tensor
+        if match.layer >= self._args.layers + self._args.mtp_kept:
+            self._dropped.append(tensor.name)
+            return
         rows = getattr(self._args, rule.layout.rows) if rule.layout.rows else 0
         whole = place(tensor.shards, rule.layout, tensor.shape, rows)
         self._parameters += prod(whole.shape)
@@ -221,6 +232,9 @@ class _Builder:
             self._padding_rows = whole.shape[0] - pieces[0].rows
         for name, piece in zip(rule.targets, pieces, strict=True):
             self._add_target(match, whole, piece, name)
+        for pattern in rule.mtp_copies:
+            for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
+                self._add_target(replace(match, layer=layer), whole, pieces[0], pattern)
 
     def _add_checks(
         self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int
@@ -289,7 +303,11 @@ class _Builder:
                     found=f"{moved} bytes",
                 )
         return Plan(
-            tuple(self._targets.values()), tuple(self._checks), self._padding_rows, self._parameters
+            tuple(self._targets.values()),
+            tuple(self._checks),
+            self._padding_rows,
+            self._parameters,
+            tuple(self._dropped),
         )
 
 

@@ -1,0 +1,117 @@
+"""Multi-latent attention: DeepSeek V2, V2-Lite and V3, Moonlight, Kimi K2."""
+
+from ckpt.arch.llama import BASE_CONFIG, BASE_EXPECTS, DENSE_MLP, H, HEAD, L
+from ckpt.arch.moe import MTP, ROUTED, ROUTER, SHARED
+from ckpt.arch.table import Architecture, Const, Rule
+from ckpt.layout import COLUMN, REPLICATED, ROW, VOCABULARY, Layout
+
+A, HF_A = L + "self_attention.", H + "self_attn."
+# TransformerEngine keeps the down projections whole on every rank, the local spec cuts them.
+Q_DOWN = Layout(dim=0, rows="q_down_rows")
+KV_DOWN = Layout(dim=0, rows="kv_down_rows")
+
+LATENT_ATTENTION = (
+    Rule(L + "input_layernorm.weight", REPLICATED, (H + "input_layernorm.weight",), norm=True),
+    Rule(A + "linear_q_proj.weight", COLUMN, (HF_A + "q_proj.weight",), when="!q_lora_rank"),
+    Rule(A + "linear_q_down_proj.weight", Q_DOWN, (HF_A + "q_a_proj.weight",), when="q_lora_rank"),
+    Rule(A + "q_layernorm.weight", REPLICATED, (HF_A + "q_a_layernorm.weight",),
+         when="q_lora_rank", norm=True),
+    Rule(A + "linear_q_up_proj.weight", COLUMN, (HF_A + "q_b_proj.weight",), when="q_lora_rank"),
+    Rule(A + "linear_kv_down_proj.weight", KV_DOWN, (HF_A + "kv_a_proj_with_mqa.weight",)),
+    Rule(A + "kv_layernorm.weight", REPLICATED, (HF_A + "kv_a_layernorm.weight",), norm=True),
+    Rule(A + "linear_kv_up_proj.weight", COLUMN, (HF_A + "kv_b_proj.weight",)),
+    Rule(A + "linear_proj.weight", ROW, (HF_A + "o_proj.weight",)),
+    Rule(L + "pre_mlp_layernorm.weight", REPLICATED, (H + "post_attention_layernorm.weight",),
+         norm=True),
+)  # fmt: skip
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", VOCABULARY, ("model.embed_tokens.weight",),
+         mtp_copies=(H + "embed_tokens.weight",)),
+)  # fmt: skip
+MTP_HEAD = (
+    HEAD[0],
+    Rule("output_layer.weight", VOCABULARY, ("lm_head.weight",), when="!tied",
+         mtp_copies=(H + "shared_head.head.weight",)),
+)  # fmt: skip
+
+CONFIG = {
+    **{key: value for key, value in BASE_CONFIG.items() if key != "head_dim"},
+    "num_key_value_heads": "heads",
+    "max_position_embeddings": "yarn_max_positions",
+    "moe_intermediate_size": "expert_ffn",
+    "n_routed_experts": "experts",
+    "n_shared_experts": "n_shared_experts",
+    "num_experts_per_tok": "router_topk",
+    "first_k_dense_replace": "first_dense",
+    "moe_layer_freq": Const(1),
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_dim",
+    "qk_rope_head_dim": "qk_rope_dim",
+    "v_head_dim": "v_head_dim",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "attention_bias": Const(value=False),
+    "aux_loss_alpha": "aux_loss",
+    "ep_size": Const(1),
+}
+EXPECTS = {
+    **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_interleaved"},
+    "mla": (True,),
+    "qk_norm": (True,),
+    "linear_bias": (False,),
+    "qkv_bias": (False,),
+    "is_moe": (True,),
+    "moe_is_suffix": (True,),
+    "shared_gate": (False,),
+    "shared_divides": (True,),
+    "mla_softmax_known": (True,),
+}
+
+DEEPSEEK_V3 = Architecture(
+    name="deepseek_v3",
+    model_class="DeepseekV3ForCausalLM",
+    expects={
+        **EXPECTS,
+        "router_score": ("sigmoid",),
+        "router_bias": (True,),
+        "experts_per_group_topk": (None, 2),
+    },
+    rules=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *ROUTER, *ROUTED, *SHARED, *MTP, *MTP_HEAD),
+    config={
+        **CONFIG,
+        "model_type": Const("deepseek_v3"),
+        "rope_interleave": Const(value=True),
+        "n_group": "group_count",
+        "topk_group": "group_topk",
+        # transformers does not read these two; vLLM routes by them.
+        "scoring_func": Const("sigmoid"),
+        "topk_method": Const("noaux_tc"),
+        "norm_topk_prob": Const(value=True),
+        "num_nextn_predict_layers": "mtp_kept",
+    },
+    aliases=("moonlight", "kimi_k2", "deepseek"),
+)
+
+DEEPSEEK_V2 = Architecture(
+    name="deepseek_v2",
+    model_class="DeepseekV2ForCausalLM",
+    expects={
+        **EXPECTS,
+        "router_score": ("softmax",),
+        "router_bias": (False,),
+        "experts_per_group_topk": (None, 1),
+        "mtp_layers": (0,),
+    },
+    rules=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *ROUTER, *ROUTED, *SHARED, *HEAD),
+    config={
+        **CONFIG,
+        "model_type": Const("deepseek_v2"),
+        "n_group": "group_count",
+        "topk_group": "group_topk",
+        "scoring_func": Const("softmax"),
+        "topk_method": "v2_topk_method",
+        # transformers 5's own class does not read this one; vLLM and DeepSeek's code do.
+        "norm_topk_prob": "norm_topk_prob",
+    },
+    aliases=("deepseek_v2_lite",),
+)
