@@ -283,8 +283,10 @@ def _attention(fields: _Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
     groups = fields.get("num_query_groups", "num_key_value_heads", default=None)
     head_dim = fields.value("kv_channels", default=None)
     qkv = fields.shape("linear_qkv.weight")
-    if grouped is None:
-        grouped = "num_key_value_heads" in fields.values or groups is not None
+    if "num_key_value_heads" in fields.values:  # Megatron-DeepSpeed's name, without a switch
+        grouped, groups = True, fields.values["num_key_value_heads"]
+    elif grouped is None:
+        grouped = groups is not None
     if grouped and groups is None and qkv is not None and head_dim:
         groups = fields.derived("num_query_groups", (qkv[0] // head_dim - heads) // 2)
     groups = groups if grouped and groups else heads

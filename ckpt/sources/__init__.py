@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckpt.sources import legacy, torch_dist
+from ckpt.sources import deepspeed, legacy, torch_dist
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
 
@@ -21,7 +21,7 @@ class SourceFormat(Protocol):
         """List the checkpoint; without ``spans`` the tensors' bytes need not be located."""
 
 
-FORMATS: dict[str, SourceFormat] = {"torch_dist": torch_dist, "torch": legacy}
+FORMATS: dict[str, SourceFormat] = {"torch_dist": torch_dist, "torch": legacy, "deepspeed": deepspeed}
 
 
 def open_source(

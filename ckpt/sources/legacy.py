@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, Parallelism, parallelism_of
+from ckpt.sources.flatten import flatten, namespace
 from ckpt.sources.locate import rank_directory
+from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
 from ckpt.tensors import DType, Shard, SourceTensor, View
@@ -70,7 +72,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     collector = _Collector(args, replace(sizes, virtual_pipeline=len(ranks[0].chunks)))
     for rank in ranks:
         collector.add(rank)
-    tensors = collector.tensors()
+    tensors = [reorder_qkv(tensor, args) for tensor in collector.tensors()]
     return Checkpoint(
         format="torch",
         directory=located.directory,
@@ -121,8 +123,7 @@ def _plain_args(archive: TorchArchive) -> dict[str, Any]:
             file=archive.file,
             hint="Save the checkpoint with args, as Megatron-LM does",
         )
-    values = dict(vars(args)) if hasattr(args, "__dict__") else dict(args)
-    values.pop("args", None)
+    values = namespace(args)
     values["checkpoint_version"] = archive.root.get("checkpoint_version", 0)
     return values
 
@@ -228,7 +229,7 @@ class _Collector:
 
     def _views(self, rank: _Rank, chunk: Mapping[str, Any]) -> dict[str, View]:
         views = {}
-        for name, value in _flatten(chunk):
+        for name, value in flatten(chunk):
             reason = names.skip_reason(name)
             if reason:
                 if rank.tp == rank.ep == 0:
@@ -371,12 +372,3 @@ def _check_dtypes(name: str, views: list[View]) -> None:
                 expected=views[0].dtype.name,
                 found=view.dtype.name,
             )
-
-
-def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries of nested state dicts with dotted names."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

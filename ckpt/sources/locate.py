@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
-FORMATS = ("torch_dist", "torch")
-_ITERATION = re.compile(r"iter_(\d{7,})")
+DEEPSPEED_TRACKER = "latest"
+_ITERATION = re.compile(r"iter_(\d{7,})|global_step(\d+)")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 IterationChoice = int | Literal["latest", "release"]
 
@@ -35,6 +35,8 @@ def detect_format(directory: Path) -> str | None:
     ranks = [path for path in directory.glob("mp_rank_*") if _RANK.fullmatch(path.name)]
     if any((path / "model_optim_rng.pt").is_file() for path in ranks):
         return "torch"
+    if any(directory.glob("mp_rank_*_model_states.pt")):
+        return "deepspeed"
     return None
 
 
@@ -72,7 +74,7 @@ def _given_iteration(path: Path, kind: str, iteration: IterationChoice) -> Locat
 def _number(name: str) -> int | str | None:
     found = _ITERATION.fullmatch(name)
     if found:
-        return int(found[1])
+        return int(found[1] or found[2])
     return "release" if name == "release" else None
 
 
@@ -109,8 +111,11 @@ def _latest(
 ) -> Located:
     tracker = root / TRACKER
     if not tracker.is_file():
+        tracker = root / DEEPSPEED_TRACKER
+    if not tracker.is_file():
         return _without_tracker(root, found, complete)
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    text = text.removeprefix("global_step")
     if text != "release" and not text.isdigit():
         raise SourceError(
             "the tracker file is damaged",
@@ -121,7 +126,7 @@ def _latest(
         )
     located = _chosen(root, "release" if text == "release" else int(text), found, complete)
     passed_over = [path.name for name, path in found.items() if _is_newer(name, located.iteration)]
-    note = f"iteration {text}, which {TRACKER} names"
+    note = f"iteration {text}, which {tracker.name} names"
     if passed_over:
         note += f"; {', '.join(passed_over)} came later and is not finished by that file"
     return Located(located.directory, located.format, located.iteration, (note,))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, parallelism_of
+from ckpt.sources.flatten import namespace
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
 from ckpt.tensors import DType, Shard, SourceTensor, View
@@ -124,9 +125,7 @@ def _open(directory: Path, place: Any, reader: Reader) -> TorchArchive:  # noqa:
 
 
 def _plain_args(common: dict[str, Any]) -> dict[str, Any]:
-    args = common.get("args")
-    values = dict(vars(args)) if hasattr(args, "__dict__") else dict(args or {})
-    values.pop("args", None)
+    values = namespace(common.get("args"))
     if not values:
         raise SourceError("the checkpoint holds no training arguments", hint=_ARGS_HINT)
     if "checkpoint_version" in common:

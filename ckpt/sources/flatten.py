@@ -1,0 +1,26 @@
+"""Unpickled state brought to plain values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of nested state dicts with dotted names."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def namespace(args: object) -> dict[str, Any]:
+    """The fields of unpickled training arguments, a namespace or a dictionary."""
+    if args is None:
+        return {}
+    values = dict(args) if isinstance(args, dict) else dict(vars(args))
+    values.pop("args", None)  # what a stub was called with
+    return values
