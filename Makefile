@@ -1,0 +1,101 @@
+# Everything here sets itself up in .venv with plain pip: `make demo` and `make test` are all
+# that a new clone needs. Versions below are those of this project's own development only;
+# the package itself has floors and no exact pins (pyproject.toml).
+
+VENV ?= .venv
+# A CPU build is taken where pip finds one, a CUDA build works as well. Override it like this:
+#   make test TORCH="torch --index-url <PyTorch's index of CPU wheels>"
+TORCH ?= torch==2.13.0
+MEGATRON ?= megatron-core==0.16.1
+# Leave empty for the first Python 3.10 or newer that can make virtual environments.
+PYTHON ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet
+CKPT := $(VENV)/bin/ckpt
+CODE := ckpt tests examples tools benchmarks
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint format docs bench install install-megatron
+.PHONY: test-megatron test-vllm test-gpu engine test-wheel test-pythons clean
+
+help:
+	@echo "make demo    convert, check and serve the example checkpoint"
+	@echo "make test    the default tests; no GPU, no vLLM, no megatron-core"
+	@echo "make lint    ruff and mypy"
+	@echo "make docs    write docs/cli.md from the help texts"
+	@echo "make bench   time the conversion beside cp and a naive conversion"
+	@echo "also:        test-megatron test-vllm test-gpu test-wheel test-pythons format clean"
+
+demo: $(VENV)/.app
+	$(CKPT) run pipeline.yaml
+
+test: $(VENV)/.test
+	$(PY) -m pytest -m "not vllm and not megatron and not gpu"
+
+test-megatron: $(VENV)/.megatron
+	$(PY) -m pytest -m "megatron and not vllm and not gpu"
+
+engine: $(VENV)/.app
+	$(CKPT) engine install vllm
+
+test-vllm: $(VENV)/.test engine
+	$(PY) -m pytest -m "vllm and not megatron and not gpu"
+
+test-gpu: $(VENV)/.megatron
+	$(PY) -m pytest -m gpu
+
+test-wheel: $(VENV)/.test
+	$(PY) tools/check_wheel.py
+
+test-pythons: $(VENV)/.test
+	$(PY) tools/check_pythons.py
+
+lint: $(VENV)/.lint
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m mypy
+	$(PY) -m mypy --allow-untyped-defs --allow-incomplete-defs --allow-untyped-calls tests examples
+
+format: $(VENV)/.lint
+	$(PY) -m ruff format $(CODE)
+	$(PY) -m ruff check --fix $(CODE)
+
+docs: $(VENV)/.app
+	$(PY) tools/make_docs.py
+
+bench: $(VENV)/.app
+	$(PY) benchmarks/bench_convert.py
+
+install: $(VENV)/.app
+install-megatron: $(VENV)/.megatron
+
+# A stamp for each step: reruns are instant, and a changed pyproject.toml installs anew.
+# torch comes first and by itself, so that no other package chooses its build.
+$(VENV)/.torch:
+	tools/make_venv.sh $(VENV) $(PYTHON)
+	$(PIP) install "pip>=25.1"
+	$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.app: $(VENV)/.torch pyproject.toml
+	$(PIP) install -e ".[serving]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.app
+	$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.app
+	$(PIP) install --group test --group lint
+	@touch $@
+
+# Without its dependencies: it needs nothing that is not there, and must not change torch.
+$(VENV)/.megatron: $(VENV)/.test
+	$(PIP) install psutil
+	$(PIP) install --no-deps $(MEGATRON)
+	@touch $@
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache
