@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -184,3 +186,197 @@ def convert(
     progress = Terminal(quiet=quiet)
     report = convert_checkpoint(source, output, options, iteration=iteration, progress=progress)
     _emit(report, as_json=as_json)
+
+
+@main.command()
+@click.argument("source", type=a_path)
+@click.argument("model", type=a_path)
+@iteration_option
+@click.option(
+    "--reference",
+    type=click.Choice(["auto", "recorded", "megatron"]),
+    default="auto",
+    show_default=True,
+    help="Logits recorded in training, or a live Megatron-Core model on the CPU.",
+)
+@click.option("--recorded", type=a_path, help="File or directory of recorded logits.")
+@click.option("--min-cosine", type=float, default=0.9999, show_default=True, help="At every position.")
+@click.option("--max-abs-diff", type=float, default=1e-3, show_default=True, help="Of any logit.")
+@click.option(
+    "--max-positions", type=int, default=512, show_default=True, help="For a live reference."
+)
+@click.option("--python", type=a_path, help="Python that has megatron-core.")
+@json_option
+@quiet_option
+def validate(
+    source: Path, model: Path, *, iteration: Any, as_json: bool, quiet: bool, **values: Any  # noqa: ANN401
+) -> int:  # fmt: skip
+    """Compare the logits of the original in SOURCE with those of the converted MODEL.
+
+    Both sides run in fp32. The verdict goes into the model's manifest; a failed one ends in
+    exit code 1.
+    """
+    from ckpt.config import ValidateOptions, parse_options  # noqa: PLC0415 - keeps --help instant
+    from ckpt.validate import validate_checkpoint  # noqa: PLC0415
+
+    options = parse_options(ValidateOptions, values)
+    progress = Terminal(quiet=quiet)
+    report = validate_checkpoint(source, model, options, iteration=iteration, progress=progress)
+    _emit(report, as_json=as_json)
+    return 0 if report.passed else EXIT_FAILED
+
+
+@main.command()
+@click.argument("model", type=a_path)
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "vllm", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="vLLM, or the embedded engine (transformers serve).",
+)
+@click.option("--python", type=a_path, help="Python that has vLLM.")
+@click.option(
+    "--tensor-parallel",
+    default="match",
+    show_default=True,
+    metavar="match|N",
+    help="Tensor-parallel size; 'match' takes the training's where that is possible.",
+)
+@click.option("--max-model-len", type=int, help="Longest context, in tokens.")
+@click.option(
+    "--gpu-memory-utilization", type=float, default=0.92, show_default=True, help="Share of a GPU."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="'auto' is the stored type.",
+)
+@click.option("--served-model-name", help="Name of the model in requests.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--startup-timeout",
+    "startup_timeout_seconds",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Seconds until the first answer.",
+)
+@click.option("--foreign", is_flag=True, help="Serve a directory that ckpt did not write.")
+@click.option("--check", "only_check", is_flag=True, help="Stop the server once it has answered.")
+@json_option
+@quiet_option
+def serve(model: Path, *, only_check: bool, as_json: bool, quiet: bool, **values: Any) -> None:  # noqa: ANN401
+    """Serve the converted MODEL with an OpenAI-compatible API, until interrupted.
+
+    The server is ready when it has answered a real request and, where the original's logits
+    were recorded, agrees with them. SIGTERM and SIGINT stop it and all its processes.
+    """
+    from ckpt.config import ServeOptions, parse_options  # noqa: PLC0415 - keeps --help instant
+    from ckpt.serve import running_server  # noqa: PLC0415
+
+    options = parse_options(ServeOptions, values)
+    _raise_on_sigterm()
+    root = _engines_root()
+    with running_server(
+        model, options, progress=Terminal(quiet=quiet), engines_root=root
+    ) as server:
+        _emit(server, as_json=as_json)
+        sys.stdout.flush()
+        if not only_check:
+            server.wait()
+
+
+@main.command()
+@click.argument("pipeline", type=a_path, default="pipeline.yaml")
+@click.option("--force", is_flag=True, help="Run every stage, current or not.")
+@click.option("--stay", is_flag=True, help="Go on serving until interrupted.")
+@json_option
+@quiet_option
+def run(pipeline: Path, *, force: bool, stay: bool, as_json: bool, quiet: bool) -> int:
+    """Run the stages of a PIPELINE file: convert, validate, serve.
+
+    Stages whose manifest is current are skipped. The server is stopped once it has answered
+    and agrees with the original, unless --stay is given.
+    """
+    from ckpt.config import load_pipeline  # noqa: PLC0415 - keeps --help instant
+    from ckpt.pipeline import run_pipeline  # noqa: PLC0415
+
+    options = load_pipeline(pipeline)
+    _raise_on_sigterm()
+    report = run_pipeline(
+        options,
+        progress=Terminal(quiet=quiet),
+        engines_root=_engines_root(),
+        force=force,
+        stay=stay,
+    )
+    _emit(report, as_json=as_json)
+    return 0 if report.passed else EXIT_FAILED
+
+
+@main.group()
+def engine() -> None:
+    """Install, list and remove the engines that live in environments of their own."""
+
+
+@engine.command("install")
+@click.argument("name", type=click.Choice(["vllm"]))
+@click.option("--python", type=a_path, help="Python to make the environment with.")
+@click.option("--build", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if a GPU is there.")
+@click.option("--pip-arg", "pip_args", multiple=True, help="Passed on to pip; may be repeated.")
+@click.option("--force", is_flag=True, help="Make it anew even if it is there.")
+@json_option
+@quiet_option
+def engine_install(name: str, *, as_json: bool, quiet: bool, **values: Any) -> None:  # noqa: ANN401
+    """Make the environment of an engine, exactly pinned."""
+    from ckpt.engines import InstallOptions, install_vllm  # noqa: PLC0415 - keeps --help instant
+
+    del name
+    options = InstallOptions(root=_engines_root(), **values)
+    found = install_vllm(options, progress=Terminal(quiet=quiet))
+    text = f"vLLM {found.version}: {found.python}"
+    click.echo(json.dumps(found.as_dict()) if as_json else text)
+
+
+@engine.command("list")
+@json_option
+def engine_list(*, as_json: bool) -> None:
+    """List the engines that ckpt manages."""
+    from ckpt.engines import list_engines  # noqa: PLC0415 - keeps --help instant
+
+    found = list_engines(_engines_root())
+    if as_json:
+        click.echo(json.dumps([item.as_dict() for item in found]))
+        return
+    for item in found:
+        click.echo(f"{item.name} {item.version} ({item.distribution} build): {item.python}")
+    if not found:
+        click.echo("no engine is installed")
+
+
+@engine.command("remove")
+@click.argument("name", type=click.Choice(["vllm"]))
+def engine_remove(name: str) -> None:
+    """Delete the environment of an engine."""
+    from ckpt.engines import remove_engine  # noqa: PLC0415 - keeps --help instant
+
+    click.echo(f"removed {remove_engine(_engines_root(), name)}")
+
+
+def _engines_root() -> Path:
+    """Where managed environments lie: the user's data directory."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "ckpt" / "engines"
+
+
+def _raise_on_sigterm() -> None:
+    """Let SIGTERM end a stage as Ctrl-C does, so that servers are stopped on the way out."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

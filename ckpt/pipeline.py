@@ -48,6 +48,7 @@ class PipelineReport:
 def run_pipeline(
     options: PipelineOptions,
     *,
+    engines_root: Path,
     progress: Progress | None = None,
     force: bool = False,
     stay: bool = False,
@@ -68,7 +69,7 @@ def run_pipeline(
         report.passed = report.stages["validate"]["passed"]
     if options.serve.enabled and report.passed:
         with _timed(report, "serve"):
-            report.stages["serve"] = _serve(options, progress, stay=stay)
+            report.stages["serve"] = _serve(options, progress, engines_root, stay=stay)
     return report
 
 
@@ -110,10 +111,14 @@ def _validate(options: PipelineOptions, progress: Progress, *, force: bool) -> d
     return {"state": "done", "passed": done.passed, "text": done.as_text(), **done.as_dict()}
 
 
-def _serve(options: PipelineOptions, progress: Progress, *, stay: bool) -> dict[str, Any]:
+def _serve(
+    options: PipelineOptions, progress: Progress, engines_root: Path, *, stay: bool
+) -> dict[str, Any]:
     from ckpt.serve import running_server  # noqa: PLC0415 - only where a server is wanted
 
-    with running_server(options.output, options.serve, progress=progress) as server:
+    with running_server(
+        options.output, options.serve, progress=progress, engines_root=engines_root
+    ) as server:
         text = server.as_text()
         answer = server.demonstrate(progress)
         if answer is not None:
