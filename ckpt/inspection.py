@@ -151,7 +151,7 @@ def _inspect_model(path: Path) -> Inspection:
 def weight_files(path: Path) -> list[str]:
     """The weight files of a model, checked against its index; ModelError if they disagree."""
     index = path / INDEX_NAME
-    there = {file.name for file in path.glob("*.safetensors")} - {"ckpt-reference.safetensors"}
+    there = {file.name for file in path.glob("*.safetensors")}
     if not index.is_file():
         if there != {"model.safetensors"}:
             raise ModelError(

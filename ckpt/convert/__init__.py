@@ -16,7 +16,7 @@ from ckpt.convert.write import Files, Written, run_checks, write_file
 from ckpt.errors import OptionsError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.progress import Progress, Silent
-from ckpt.shards import INDEX_NAME, assign, file_names, index_content
+from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_content
 from ckpt.sources import open_source
 from ckpt.tensors import DType
 from ckpt.training import TrainingArgs, parse_overrides, parse_training_args
@@ -207,8 +207,9 @@ def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
         names.append(name)
     recorded = conversion.checkpoint.directory / REFERENCE_NAME
     if recorded.is_file():
-        shutil.copyfile(recorded, stage / REFERENCE_NAME)
-        names.append(REFERENCE_NAME)
+        (stage / REFERENCE_FILE).parent.mkdir(exist_ok=True)
+        shutil.copyfile(recorded, stage / REFERENCE_FILE)
+        names.append(REFERENCE_FILE)
     if len(conversion.files) > 1:
         staging.write_json(stage / INDEX_NAME, index_content(conversion.files))
         names.append(INDEX_NAME)

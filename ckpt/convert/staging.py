@@ -103,7 +103,7 @@ def check_written(stage: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]
         if found != {spec.name: spec for spec in specs}:
             raise OutputError("the file does not hold what was planned", file=stage / name)
     names = {name for name, _ in files}
-    there = {path.name for path in stage.glob("*.safetensors")} - {"ckpt-reference.safetensors"}
+    there = {path.name for path in stage.glob("*.safetensors")}
     if there != names:
         raise OutputError(
             "files that do not belong here", file=stage, found=", ".join(sorted(there ^ names))

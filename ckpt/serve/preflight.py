@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ModelError, ServeError
 from ckpt.manifest import MANIFEST_NAME, read_stage
-from ckpt.shards import INDEX_NAME, read_header
+from ckpt.shards import INDEX_NAME, REFERENCE_FILE, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-REFERENCE_NAME = "ckpt-reference.safetensors"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Model:
     @property
     def reference(self) -> Path | None:
         """The recorded answers of the original, if they lie in the directory."""
-        file = self.directory / REFERENCE_NAME
+        file = self.directory / REFERENCE_FILE
         return file if file.is_file() else None
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 40.0
 _LOG_TAIL_BYTES = 256 * 1024
-_PREFIX = re.compile(r"^\([\w .-]+\)\s*|^(ERROR|INFO|WARNING) [\d:. -]+(\[[^\]]*\]\s*)?")
+_PREFIX = re.compile(r"^\([^)]*\)\s*|^(ERROR|INFO|WARNING) [\d:. -]+(\[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*: ?\S")
 _GENERIC = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import ValidationError
 from ckpt.manifest import fingerprint, read_stage, write_stage
 from ckpt.progress import Progress, Silent
+from ckpt.shards import REFERENCE_FILE
 from ckpt.sources import locate
 from ckpt.validate.hf_run import read_config, run_hf
 from ckpt.validate.logits import compare, layer_cosines
@@ -109,12 +110,14 @@ def _record(
 ) -> None:
     if read_stage(model, "convert") is None:
         return
-    if not (model / REFERENCE_NAME).is_file():
+    kept_file = model / REFERENCE_FILE
+    if not kept_file.is_file():
         sequences, length, columns = reference.logits.shape
         rows = max(1, min(sequences, _KEPT_VALUES // (columns * length)))
         kept = min(length, max(2, _KEPT_VALUES // columns))
+        kept_file.parent.mkdir(exist_ok=True)
         write_reference(
-            model, reference.input_ids[:rows, :kept], reference.logits[:rows, :kept]
+            kept_file.parent, reference.input_ids[:rows, :kept], reference.logits[:rows, :kept]
         )
     section = {
         **report.as_dict(),
