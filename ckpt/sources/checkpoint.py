@@ -36,7 +36,8 @@ class Checkpoint:
     names with global layer and expert numbers, in the order of the names' first mention.
     ``shapes`` gives each one's whole shape where it is known without the layout rules.
     ``files`` are all files that a conversion may read; ``metadata_files`` those whose
-    content (not only size and time) identifies the checkpoint.
+    content (not only size and time) identifies the checkpoint. ``raw_names`` are the tensors'
+    names as they are stored, where these differ from rank to rank none.
     """
 
     format: str
@@ -51,6 +52,7 @@ class Checkpoint:
     metadata_files: tuple[Path, ...]
     foreign_classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    raw_names: tuple[str, ...] = field(default=())
 
     def dtypes(self) -> dict[DType, int]:
         """How many tensors have each element type."""

@@ -80,6 +80,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
         metadata_files=(index, *common_files),
         foreign_classes=reader.foreign_classes,
         notes=located.notes,
+        raw_names=tuple(item.name for item in items),
     )
 
 
