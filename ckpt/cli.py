@@ -64,7 +64,7 @@ quiet_option = click.option("--quiet", is_flag=True, help="Print no progress.")
 a_path = click.Path(path_type=Path)
 
 
-class _Iteration(click.ParamType):
+class _Iteration(click.ParamType[Any]):
     """``latest``, ``release`` or a number."""
 
     name = "latest|release|N"
@@ -78,7 +78,7 @@ class _Iteration(click.ParamType):
         return int(value)
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """A number of bytes, with a unit or without."""
 
     name = "SIZE"
@@ -200,7 +200,9 @@ def convert(
     help="Logits recorded in training, or a live Megatron-Core model on the CPU.",
 )
 @click.option("--recorded", type=a_path, help="File or directory of recorded logits.")
-@click.option("--min-cosine", type=float, default=0.9999, show_default=True, help="At every position.")
+@click.option(
+    "--min-cosine", type=float, default=0.9999, show_default=True, help="At every position."
+)
 @click.option("--max-abs-diff", type=float, default=1e-3, show_default=True, help="Of any logit.")
 @click.option(
     "--max-positions", type=int, default=512, show_default=True, help="For a live reference."
@@ -326,7 +328,9 @@ def engine() -> None:
 @engine.command("install")
 @click.argument("name", type=click.Choice(["vllm"]))
 @click.option("--python", type=a_path, help="Python to make the environment with.")
-@click.option("--build", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if a GPU is there.")
+@click.option(
+    "--build", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if a GPU is there."
+)
 @click.option("--pip-arg", "pip_args", multiple=True, help="Passed on to pip; may be repeated.")
 @click.option("--force", is_flag=True, help="Make it anew even if it is there.")
 @json_option

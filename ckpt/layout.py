@@ -130,7 +130,9 @@ class Copy:
         return self.rows * self.width
 
 
-def place(shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None, rows: int) -> Whole:
+def place(
+    shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None, rows: int
+) -> Whole:
     """The whole tensor that the shards make.
 
     ``shape`` is given where the format stores it; then every shard knows its start and

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INDEX_NAME = "model.safetensors.index.json"
-# The original's answers, in a directory of their own: vLLM loads every *.safetensors beside config.json.
+# The original's answers have a directory of their own: vLLM loads every *.safetensors that
+# lies beside config.json.
 REFERENCE_FILE = "original/ckpt-reference.safetensors"
 _ALIGNMENT = 8
 _HEADER_LIMIT = 100 * 10**6

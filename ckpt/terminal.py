@@ -70,9 +70,14 @@ class Terminal:
 
     def _begin_bar(self) -> None:
         from rich.console import Console  # noqa: PLC0415 - only where a bar is drawn
-        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn  # noqa: PLC0415
+        from rich.progress import (  # noqa: PLC0415  # noqa: PLC0415
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar  # noqa: PLC0415
-        from rich.progress import TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
         amount = DownloadColumn() if self._unit == "B" else MofNCompleteColumn()
         columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())

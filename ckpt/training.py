@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ckpt.errors import FamilyError, OptionsError
-from ckpt.tensors import DType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ckpt.tensors import DType
 
 _REQUIRED = object()
 Shapes = "Mapping[str, tuple[int, ...] | None]"
@@ -199,8 +200,10 @@ class _Fields:
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:  # noqa: ANN401 - any field
         """As ``get``, but a stored None counts as absent."""
         found = self.get(*names, default=default)
-        return self.get(*names[1:], default=default) if found is None and names[1:] else (
-            default if found is None and default is not _REQUIRED else found
+        return (
+            self.get(*names[1:], default=default)
+            if found is None and names[1:]
+            else (default if found is None and default is not _REQUIRED else found)
         )
 
     def assume(self, name: str, value: Any, *names: str) -> Any:  # noqa: ANN401 - any field
@@ -365,7 +368,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
         "rotary_base": base,
         "rotary_percent": float(fields.get("rotary_percent", default=1.0)),
         "rotary_interleaved": bool(fields.get("rotary_interleaved", default=False)),
-        "rotary_linear_factor": None if linear in {None, 1, 1.0} else float(linear),
+        "rotary_linear_factor": None if linear in {None, 1} else float(linear),
         "llama3_scaling": bool(fields.get("use_rope_scaling", default=False)),
         "llama3_factor": float(fields.get("rope_scaling_factor", default=8.0)),
     }
@@ -377,7 +380,9 @@ def _experts(fields: _Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
     size = fields.value("moe_ffn_hidden_size", "ffn_hidden_size", default=0) if experts else 0
     return {
         "experts": experts,
-        "moe_layers": _moe_layers(fields.get("moe_layer_freq", default=1), sizes["layers"], experts),
+        "moe_layers": _moe_layers(
+            fields.get("moe_layer_freq", default=1), sizes["layers"], experts
+        ),
         "router_topk": int(fields.value("moe_router_topk", default=2)) if experts else 0,
         "expert_ffn": int(size),
         "shared_ffn": shared,

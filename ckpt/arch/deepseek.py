@@ -1,6 +1,8 @@
 """Multi-latent attention: DeepSeek V2, V2-Lite and V3, Moonlight, Kimi K2."""
 
-from ckpt.arch.llama import BASE_CONFIG, BASE_EXPECTS, DENSE_MLP, H, HEAD, L
+from typing import Any
+
+from ckpt.arch.llama import BASE_CONFIG, BASE_EXPECTS, DENSE_MLP, HEAD, H, L
 from ckpt.arch.moe import MTP, ROUTED, ROUTER, SHARED
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.layout import COLUMN, REPLICATED, ROW, VOCABULARY, Layout
@@ -34,7 +36,7 @@ MTP_HEAD = (
          mtp_copies=(H + "shared_head.head.weight",)),
 )  # fmt: skip
 
-CONFIG = {
+CONFIG: dict[str, str | Const] = {
     **{key: value for key, value in BASE_CONFIG.items() if key != "head_dim"},
     "num_key_value_heads": "heads",
     "max_position_embeddings": "yarn_max_positions",
@@ -54,7 +56,7 @@ CONFIG = {
     "aux_loss_alpha": "aux_loss",
     "ep_size": Const(1),
 }
-EXPECTS = {
+EXPECTS: dict[str, tuple[Any, ...]] = {
     **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_interleaved"},
     "mla": (True,),
     "qk_norm": (True,),

@@ -1,5 +1,7 @@
 """GPT-2, GPT-NeoX and BLOOM: LayerNorm with biases, one key and value for each query head."""
 
+from typing import Any
+
 from ckpt.arch.llama import L
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.layout import COLUMN, REPLICATED, ROW, VOCABULARY, Cut, Layout
@@ -11,7 +13,7 @@ FLAT_QKV_BIAS = Layout(dim=0, cut=Cut.FLAT_QKV)
 COLUMN_T = Layout(dim=0, transposed=True)
 ROW_T = Layout(dim=1, transposed=True)
 
-_EXPECTS = {
+_EXPECTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm",),
     "gated": (False,),
     "linear_bias": (True,),
@@ -22,7 +24,11 @@ _EXPECTS = {
     "plain_head_dim": (True,),
     "sliding_window": (None,),
 }
-_SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "tie_word_embeddings": "tied"}
+_SIZES: dict[str, str | Const] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "tie_word_embeddings": "tied",
+}
 
 _G = "transformer.h.{layer}."
 GPT2 = Architecture(

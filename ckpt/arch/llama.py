@@ -1,7 +1,9 @@
 """Llama 2 and 3 and Mistral: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
+from typing import Any
+
 from ckpt.arch.table import Architecture, Const, Rule
-from ckpt.layout import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCABULARY
+from ckpt.layout import GATE_UP, QKV, REPLICATED, ROW, VOCABULARY
 
 L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 ATTENTION, HF_ATTENTION = L + "self_attention.", H + "self_attn."
@@ -10,9 +12,7 @@ QKV_BIASES = tuple(HF_ATTENTION + f"{part}_proj.bias" for part in "qkv")
 GATE_UP_WEIGHTS = (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight")
 GATE_UP_BIASES = (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias")
 
-EMBEDDING = (
-    Rule("embedding.word_embeddings.weight", VOCABULARY, ("model.embed_tokens.weight",)),
-)
+EMBEDDING = (Rule("embedding.word_embeddings.weight", VOCABULARY, ("model.embed_tokens.weight",)),)
 NORMS = (
     Rule(L + "input_layernorm.weight", REPLICATED, (H + "input_layernorm.weight",), norm=True),
     Rule(
@@ -51,7 +51,7 @@ HEAD = (
     Rule("output_layer.weight", VOCABULARY, ("lm_head.weight",), when="!tied"),
 )
 
-BASE_CONFIG = {
+BASE_CONFIG: dict[str, str | Const] = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
@@ -69,7 +69,7 @@ BASE_CONFIG = {
     "initializer_range": Const(0.02),
     "use_cache": Const(value=True),
 }
-BASE_EXPECTS = {
+BASE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "gated": (True,),
     "activation": ("silu",),

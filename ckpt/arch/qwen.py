@@ -1,22 +1,27 @@
-"""Qwen 2, 2.5 and 3, dense and with experts: Llama's block with a QKV bias, or with norms on queries and keys."""
+"""Qwen 2, 2.5 and 3: Llama's block with a QKV bias, or with norms on queries and keys."""
+
+from typing import Any
 
 from ckpt.arch.llama import (
     BASE_CONFIG,
     BASE_EXPECTS,
     DENSE_MLP,
     EMBEDDING,
-    H,
     HEAD,
-    L,
     NORMS,
     QK_NORM,
     SELF_ATTENTION,
+    H,
+    L,
 )
 from ckpt.arch.moe import ROUTED, ROUTER, shared_experts
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.layout import REPLICATED
 
-_SLIDING = {"use_sliding_window": Const(value=False), "sliding_window": Const(None)}
+_SLIDING: dict[str, str | Const] = {
+    "use_sliding_window": Const(value=False),
+    "sliding_window": Const(None),
+}
 
 QWEN2 = Architecture(
     name="qwen2",
@@ -54,7 +59,7 @@ QWEN3 = Architecture(
     },
 )
 
-_MOE_EXPECTS = {
+_MOE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "is_moe": (True,),
     "router_score": ("softmax",),
     "router_bias": (False,),
@@ -64,7 +69,7 @@ _MOE_EXPECTS = {
     "sliding_window": (None,),
     "mtp_layers": (0,),
 }
-_MOE_CONFIG = {
+_MOE_CONFIG: dict[str, str | Const] = {
     "moe_intermediate_size": "expert_ffn",
     "num_experts": "experts",
     "num_experts_per_tok": "router_topk",

@@ -1,4 +1,4 @@
-"""The convert stage: a Megatron checkpoint becomes a Hugging Face directory, whole or not at all."""
+"""The convert stage: a Megatron checkpoint becomes a Hugging Face directory, or nothing does."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ class ConvertReport:
     def as_text(self) -> str:
         """A few lines for people."""
         model, seconds = self.section["model"], self.section["seconds"]
-        lines = [
-            f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
-            f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, {seconds:.1f} s"
-        ]
-        lines += [f"  {item['count']} x {item['reason']} left out" for item in self.section["skipped"]]
+        wrote = f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
+        wrote += f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, "
+        lines = [f"{wrote}{seconds:.1f} s"]
+        skipped = self.section["skipped"]
+        lines += [f"  {item['count']} x {item['reason']} left out" for item in skipped]
         for kind, tensors in self.section["casts"].items():
             for name, count in tensors.items():
                 lines.append(f"  warning: {count} values {kind} in the cast of {name}")
@@ -287,9 +287,7 @@ def _notes(
     return tuple(notes)
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, options: ConvertOptions, config: Mapping[str, Any]
-) -> str:
+def _fingerprint(checkpoint: Checkpoint, options: ConvertOptions, config: Mapping[str, Any]) -> str:
     tokenizer = options.tokenizer
     beside = sorted(tokenizer.iterdir()) if tokenizer else []
     return fingerprint(

@@ -114,7 +114,7 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 
 
 def _has_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
+    if any((directory / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
         return True
     config = _load(directory / "tokenizer_config.json")
     return isinstance(config, dict) and bool(config.get("chat_template"))

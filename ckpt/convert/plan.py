@@ -16,7 +16,6 @@ from ckpt.convert.maps import AddOne, Cast, Step, result_dtype
 from ckpt.errors import CkptError, PlanError
 from ckpt.layout import Cut, CutTarget, Sizes, Whole, copies_for, cut, place
 from ckpt.shards import TensorSpec
-from ckpt.tensors import DType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.arch.table import Architecture, Rule
     from ckpt.layout import Copy, Layout
     from ckpt.sources import Checkpoint
-    from ckpt.tensors import SourceTensor, View
+    from ckpt.tensors import DType, SourceTensor, View
     from ckpt.training import TrainingArgs
 
 _SHOWN = 8
@@ -236,9 +235,7 @@ class _Builder:
             for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
                 self._add_target(replace(match, layer=layer), whole, pieces[0], pattern)
 
-    def _add_checks(
-        self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int
-    ) -> None:
+    def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int) -> None:
         first = tensor.shards[0].view
         self._checks += [Check(tensor.name, first, other) for other in whole.replicas]
         for copy in tensor.copies:
@@ -272,9 +269,7 @@ class _Builder:
         spec = TensorSpec(name, result_dtype(stored, steps), shape)
         self._targets[name] = Target(spec, stored, copies, steps)
 
-    def _extend(
-        self, name: str, copies: tuple[Copy, ...], stored: DType, *, stacked: bool
-    ) -> None:
+    def _extend(self, name: str, copies: tuple[Copy, ...], stored: DType, *, stacked: bool) -> None:
         known = self._targets[name]
         if not stacked or known.stored is not stored:
             raise PlanError("two training tensors claim the same place", expected="one", found=name)
@@ -286,9 +281,9 @@ class _Builder:
         if rule.norm and self._args.zero_centered_norm != adds_one:
             steps.append(AddOne(-1 if adds_one else 1))
         current = result_dtype(stored, tuple(steps))
-        if self._dtype is not None and not rule.keep_dtype and stored.is_float:
-            if current is not self._dtype:
-                steps.append(Cast(self._dtype))
+        casts = self._dtype is not None and not rule.keep_dtype and stored.is_float
+        if self._dtype is not None and casts and current is not self._dtype:
+            steps.append(Cast(self._dtype))
         return tuple(steps)
 
     def plan(self) -> Plan:

@@ -133,7 +133,8 @@ def publish(stage: Path, output: Path) -> None:
         _flush(output.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise OutputError(f"cannot put the output in place: {error.strerror}", file=output) from error
+        message = f"cannot put the output in place: {error.strerror}"
+        raise OutputError(message, file=output) from error
 
 
 def _flush(directory: Path) -> None:

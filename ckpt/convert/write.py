@@ -67,7 +67,7 @@ class Files(AbstractContextManager["Files"]):
 
     def read_into(self, file: str, offset: int, target: np.ndarray) -> None:
         """Fill a contiguous array of bytes from ``offset`` on; SourceError if the file ends."""
-        fd, done, view = self._fd(file), 0, memoryview(target).cast("B")
+        fd, done, view = self._fd(file), 0, memoryview(target.data).cast("B")
         while done < len(view):
             try:
                 count = os.preadv(fd, [view[done:]], offset + done)
@@ -210,7 +210,7 @@ def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Non
                 tensor=check.name,
                 expected=f"the same bytes as in {check.other.file}",
                 found="other bytes",
-                hint="Ranks have drifted apart or a stale copy was kept; neither is chosen silently",
+                hint="Ranks have drifted apart or a stale copy was kept; none is chosen silently",
             )
         progress.advance(check.first.nbytes)
     progress.finish()
@@ -246,7 +246,9 @@ def write_file(
         part.unlink(missing_ok=True)
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror)
         raise OutputError(
-            f"cannot write: {reason}", file=part, hint="Make room; the same command goes on from here"
+            f"cannot write: {reason}",
+            file=part,
+            hint="Make room; the same command goes on from here",
         ) from error
     part.replace(directory / name)
     write_json(directory / f"{name}{RECEIPT_SUFFIX}", asdict(written))
@@ -275,8 +277,8 @@ def _write_part(
                     )
                 if pending is not None:
                     pending.result()
-                pending = hasher.submit(digest.update, memoryview(content).cast("B"))
-                size += stream.write(memoryview(content).cast("B"))
+                pending = hasher.submit(digest.update, memoryview(content.data).cast("B"))
+                size += stream.write(memoryview(content.data).cast("B"))
                 progress.advance(content.nbytes)
         if pending is not None:
             pending.result()

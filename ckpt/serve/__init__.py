@@ -69,7 +69,7 @@ class RunningServer:
         """The server for people: where it is, what it is, and what it has shown."""
         lines = [
             f"ready: {self.url}/v1  model {self.command.model_name}",
-            f"{self.command.engine}, {self.command.dtype}, "
+            f"{self.command.engine}, {self.command.dtype}, "  # noqa: ISC004 - one line of text
             f"answered {self.startup_seconds:.1f} s after its start",
             *self.reasons,
             self.agreement.as_text() if self.agreement else "not compared with the original",
@@ -147,9 +147,7 @@ def serve_model(
 
     Raises ServeError when the server ends by itself, whatever its exit status.
     """
-    with running_server(
-        directory, options, progress=progress, engines_root=engines_root
-    ) as server:
+    with running_server(directory, options, progress=progress, engines_root=engines_root) as server:
         if announce is not None:
             announce(server)
         server.wait()
@@ -177,12 +175,8 @@ def _command(
         return command, 1, command.reasons
     check_representable(model)
     devices = _devices()
-    choice = choose(
-        model.config, options.tensor_parallel, model.trained_tensor_parallel, devices
-    )
-    command = vllm_command(
-        engine, model, options, size=choice.size, port=port, devices=devices
-    )
+    choice = choose(model.config, options.tensor_parallel, model.trained_tensor_parallel, devices)
+    command = vllm_command(engine, model, options, size=choice.size, port=port, devices=devices)
     return command, choice.size, (choice.reason, *command.reasons)
 
 

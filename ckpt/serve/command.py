@@ -137,14 +137,14 @@ def check_representable(model: Model) -> None:
     config = model.config
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     head_dim = config.get("head_dim")
-    if config.get("model_type") in {"qwen2", "qwen2_moe"} and head_dim and heads and hidden:
-        if heads * head_dim != hidden:
-            raise ServeError(
-                "vLLM takes Qwen 2's head size from hidden_size / heads",
-                expected=hidden // heads,
-                found=head_dim,
-                hint="Serve it with --engine embedded",
-            )
+    is_qwen2 = config.get("model_type") in {"qwen2", "qwen2_moe"}
+    if is_qwen2 and head_dim and heads and hidden and heads * head_dim != hidden:
+        raise ServeError(
+            "vLLM takes Qwen 2's head size from hidden_size / heads",
+            expected=hidden // heads,
+            found=head_dim,
+            hint="Serve it with --engine embedded",
+        )
 
 
 def embedded_is_there() -> bool:
@@ -164,8 +164,10 @@ def embedded_command(model: Model, options: ServeOptions, *, port: int) -> Comma
             hint="Convert with --tokenizer, or install vLLM with ckpt engine install vllm",
         )
     reasons = [
-        "transformers serves, not vLLM: no tensor parallelism, no log-probabilities "
-        "(so nothing is compared with the original), no metrics, far less throughput",
+        (
+            "transformers serves, not vLLM: no tensor parallelism, no log-probabilities "
+            "(so nothing is compared with the original), no metrics, far less throughput"
+        ),
         "the model's name in requests is its directory",
     ]
     dtype = model.dtype if options.dtype == "auto" else options.dtype

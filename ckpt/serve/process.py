@@ -17,6 +17,8 @@ from ckpt.errors import ServeError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from typing_extensions import Self
+
 STOP_SECONDS = 40.0
 _LOG_TAIL_BYTES = 256 * 1024
 _PREFIX = re.compile(r"^\([^)]*\)\s*|^(ERROR|INFO|WARNING) [\d:. -]+(\[[^\]]*\]\s*)?")
@@ -33,7 +35,7 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
         self._process: subprocess.Popen[bytes] | None = None
         self._shared_memory = _shared_memory()
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         """Start the process."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as stream:

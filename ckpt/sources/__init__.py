@@ -21,7 +21,11 @@ class SourceFormat(Protocol):
         """List the checkpoint; without ``spans`` the tensors' bytes need not be located."""
 
 
-FORMATS: dict[str, SourceFormat] = {"torch_dist": torch_dist, "torch": legacy, "deepspeed": deepspeed}
+FORMATS: dict[str, SourceFormat] = {
+    "torch_dist": torch_dist,
+    "torch": legacy,
+    "deepspeed": deepspeed,
+}
 
 
 def open_source(

@@ -132,7 +132,9 @@ def _from_layers(
     if missing:
         listed = ", ".join(f"layer_{n:02d}-model_{r:02d}" for n, r in missing[:8])
         raise SourceError(f"files are missing: {listed}", file=next(iter(files.values())).parent)
-    archives, gathered, layer = [], {}, 0
+    archives: list[TorchArchive] = []
+    gathered: dict[str, list[View]] = {}
+    layer = 0
     for number in numbers:
         views = []
         for rank in range(tp):
@@ -164,9 +166,7 @@ def _role(views: Mapping[str, View], file: Path) -> tuple[str, bool]:
     )
 
 
-def _gather(
-    gathered: dict[str, list[View]], prefix: str, views: list[dict[str, View]]
-) -> None:
+def _gather(gathered: dict[str, list[View]], prefix: str, views: list[dict[str, View]]) -> None:
     for key in views[0]:
         if prefix in {"decoder.final_layernorm.", "output_layer."}:
             name = prefix + key.rpartition(".")[2]
@@ -190,7 +190,6 @@ def _from_ranks(
     files: Mapping[tuple[int, ...], Path], args: Mapping[str, Any], reader: Reader
 ) -> tuple[list[SourceTensor], int, list[TorchArchive]]:
     """Runs without pipeline: every rank file holds its part of the whole model."""
-    del args
     tp = max(rank for (rank,) in files) + 1
     archives = [read_archive(files[rank,], reader) for rank in range(tp)]
     views = []
@@ -206,7 +205,7 @@ def _from_ranks(
     for key in views[0]:
         gathered[names.canonical(key)] = [rank[key] for rank in views]
     tensors = _tensors(gathered)
-    tied = not args.get("untie_embeddings_and_output_weights", False) if args else False
+    tied = not args.get("untie_embeddings_and_output_weights", False)
     return [t for t in tensors if not (tied and t.name == "output_layer.weight")], tp, archives
 
 
@@ -216,9 +215,10 @@ def _sequential(views: dict[str, View]) -> dict[str, View]:
         return views
     groups: dict[int, dict[str, View]] = {}
     for key, view in views.items():
-        _, number, rest = key.split(".", 2)
-        groups.setdefault(int(number), {})[rest] = view
-    renamed, layer = {}, 0
+        _, index, rest = key.split(".", 2)
+        groups.setdefault(int(index), {})[rest] = view
+    renamed: dict[str, View] = {}
+    layer = 0
     for number in sorted(groups):
         group = groups[number]
         prefix, is_layer = _role(group, _anywhere(group))

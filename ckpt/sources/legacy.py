@@ -174,9 +174,7 @@ def _expected(sizes: Parallelism) -> list[tuple[int, int, int]]:
     pairs = [
         (rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert) for rank in range(world)
     ]
-    return [
-        (tp, pp, ep) for pp in range(sizes.pipeline) for tp, ep in dict.fromkeys(pairs)
-    ]
+    return [(tp, pp, ep) for pp in range(sizes.pipeline) for tp, ep in dict.fromkeys(pairs)]
 
 
 def _directory_name(tp: int, pp: int, ep: int, sizes: Parallelism) -> str:
@@ -228,7 +226,7 @@ class _Collector:
             )
 
     def _views(self, rank: _Rank, chunk: Mapping[str, Any]) -> dict[str, View]:
-        views = {}
+        views: dict[str, View] = {}
         for name, value in flatten(chunk):
             reason = names.skip_reason(name)
             if reason:
@@ -236,8 +234,7 @@ class _Collector:
                     self.skipped.append((name, reason))
             elif isinstance(value, TensorRef):
                 view = rank.archive.view(value, name=name)
-                for part_name, part in self._split_grouped(names.canonical(name), view):
-                    views[part_name] = part
+                views.update(self._split_grouped(names.canonical(name), view))
             elif value is not None:
                 raise SourceError(
                     f"an entry that is no tensor: {value!r:.60}",
@@ -339,7 +336,7 @@ class _Collector:
                 if all(len(found) > n for found in by_rank.values())
             )
             dtype: DType = views[0].dtype
-            main = tuple(Shard(view, rank=key) for key, view in zip(sorted(by_rank), views, strict=True))
+            main = tuple(Shard(by_rank[key][0], rank=key) for key in sorted(by_rank))
             tensors.append(SourceTensor(name, dtype, main, copies=copies))
         return _fold_tied(tensors, tied=_is_tied(self.args))
 

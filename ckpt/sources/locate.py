@@ -106,9 +106,7 @@ def _chosen(
     raise SourceError(f"no iteration {iteration} here", file=root, hint=_advice(complete))
 
 
-def _latest(
-    root: Path, found: dict[int | str, Path], complete: dict[int | str, Path]
-) -> Located:
+def _latest(root: Path, found: dict[int | str, Path], complete: dict[int | str, Path]) -> Located:
     tracker = root / TRACKER
     if not tracker.is_file():
         tracker = root / DEEPSPEED_TRACKER

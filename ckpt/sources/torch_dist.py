@@ -98,7 +98,9 @@ def _check_index(metadata: Any, index: Path) -> None:  # noqa: ANN401 - unpickle
 
 
 def _read_common(
-    directory: Path, metadata: Any, reader: Reader  # noqa: ANN401 - unpickled
+    directory: Path,
+    metadata: Any,  # noqa: ANN401 - unpickled
+    reader: Reader,
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """The unsharded state: ``common.pt``, or since 0.17 the object ``common_state``."""
     file = directory / "common.pt"
@@ -228,9 +230,7 @@ class _Opener:
         return archive.view(root, name=item.name)
 
 
-def _expand(
-    items: list[_Item], directory: Path, opener: _Opener | None
-) -> list[SourceTensor]:
+def _expand(items: list[_Item], directory: Path, opener: _Opener | None) -> list[SourceTensor]:
     """One tensor for each layer and expert, from tensors that stack them."""
     tensors: list[SourceTensor] = []
     for item in items:

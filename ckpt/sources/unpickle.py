@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _FOREIGN_ROOTS = {"torch", "numpy", "pip", "setuptools", "pkg_resources", "ckpt", "click", "yaml"}
 _TORCH_DTYPES = {
     **{item.torch_name: item for item in DType},
-    **{"half": DType.F16, "float": DType.F32, "double": DType.F64, "long": DType.I64},
+    "half": DType.F16,
+    "float": DType.F32,
+    "double": DType.F64,
+    "long": DType.I64,
 }
 _STORAGES = {
     "DoubleStorage": DType.F64,
@@ -208,7 +211,7 @@ class Reader:
         """The inert stand-in of one foreign class; the same for each use of the name."""
         full = f"{module}.{name}"
         if full not in self.stubs:
-            self.stubs[full] = type(name.split(".")[-1], (base,), {"stub_name": full})
+            self.stubs[full] = type(name.rpartition(".")[2], (base,), {"stub_name": full})
         return self.stubs[full]
 
     @property
@@ -229,10 +232,10 @@ class _Unpickler(pickle.Unpickler):
                 return StorageRef(key, dtype, count)
         raise SourceError(f"unknown kind of storage {str(pid)[:80]}")
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - names of any kind
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401, PLR0911 - a list of cases
         if (module, name) in _SPECIAL:
             return _SPECIAL[module, name]
-        root = module.split(".")[0]
+        root = module.partition(".")[0]
         if module in {"builtins", "__builtin__"} and name in _BUILTINS:
             return _BUILTINS[name]
         if root == "torch" and (found := _torch_name(module, name)) is not None:
@@ -243,7 +246,7 @@ class _Unpickler(pickle.Unpickler):
             return self._reader.stub(module, name)
         if module.startswith("torch.distributed.checkpoint.") and name.lstrip("_")[:1].isupper():
             return self._reader.stub(module, name, Record if name in _RECORDS else Stub)
-        last = name.split(".")[-1].lstrip("_")
+        last = name.rpartition(".")[2].lstrip("_")
         is_class = last[:1].isupper()
         if root in sys.stdlib_module_names or root in _FOREIGN_ROOTS or not is_class:
             raise UnsafePickleError(

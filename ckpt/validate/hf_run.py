@@ -32,11 +32,14 @@ def load_model(directory: Path) -> Any:  # noqa: ANN401 - a transformers model
     """
     import transformers  # noqa: PLC0415 - heavy
 
+    auto: Any = transformers.AutoModelForCausalLM  # its annotations know no loading report
+    verbosity: Any = transformers.logging
+
     config = read_config(directory)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    verbosity.set_verbosity_error()
+    verbosity.disable_progress_bar()
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             directory,
             dtype=torch.float32,
             attn_implementation="eager",

@@ -108,9 +108,9 @@ def _divergence(original: torch.Tensor, converted: torch.Tensor) -> torch.Tensor
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)
 
 
-def layer_cosines(original: dict[int, torch.Tensor], converted: dict[int, torch.Tensor]) -> (
-    dict[int, float]
-):
+def layer_cosines(
+    original: dict[int, torch.Tensor], converted: dict[int, torch.Tensor]
+) -> dict[int, float]:
     """The least cosine over positions of each layer's residual stream, [sequences, positions, H].
 
     Only layers that both sides give are compared.

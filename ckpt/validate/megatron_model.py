@@ -81,7 +81,7 @@ def _either(args, *names, default):
     return next((args[name] for name in names if args.get(name) is not None), default)
 
 
-def make_config(args):
+def make_config(args, *, te):
     """Megatron's configuration in fp32, from the training arguments by name."""
     values = _fields(args, _COMMON)
     gated = args.get("swiglu", False)
@@ -114,14 +114,14 @@ def make_config(args):
     if args.get("num_experts"):
         values.update(_fields(args, _EXPERTS))
         values["num_moe_experts"] = args["num_experts"]
-        values["moe_token_dispatcher_type"] = "alltoall"
+        values["moe_token_dispatcher_type"] = "alltoall"  # noqa: S105 - no password
     known = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     if args.get("multi_latent_attention"):
         values.update(_fields(args, _LATENT), apply_rope_fusion=False)
         values["rope_type"] = values["rope_type"] or "yarn"
     names = known.__dataclass_fields__
     config = known(**{name: value for name, value in values.items() if name in names})
-    if args.get("moe_use_legacy_grouped_gemm"):
+    if args.get("moe_grouped_gemm") and not te:
         config.bf16 = True  # GroupedMLP asserts it; the stand-in multiplies any type
     return config
 
@@ -132,12 +132,14 @@ def _squared_relu(x):
 
 def build(args, *, te):
     """The model chunks of this rank, fp32, with TransformerEngine's module tree if ``te``."""
-    config = make_config(args)
+    config = make_config(args, te=te)
     size = args.get("virtual_pipeline_model_parallel_size")
     chunks = [_chunk(args, config, stage, te=te) for stage in (range(size) if size else [None])]
     for module in [module for chunk in chunks for module in chunk.float().modules()]:
         if getattr(module, "local_tokens_per_expert", None) is not None:
             module.local_tokens_per_expert = module.local_tokens_per_expert.float()
+        if hasattr(module, "input_in_float16"):  # the softmax would round what GroupedMLP made bf16
+            module.input_in_float16 = module.input_in_fp16 = module.input_in_bf16 = False
     return [chunk.eval() for chunk in chunks]
 
 

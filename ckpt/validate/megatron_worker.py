@@ -57,7 +57,6 @@ def main() -> None:
         for name, value in checkpoint.args.items()
     }
     args["padded_vocab_size"] = request["padded_vocab_size"]
-    te = request["te"]
     if checkpoint.format == "torch_dist":
         args |= _SINGLE
         world = 1
@@ -69,13 +68,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         torch.multiprocessing.start_processes(
             _rank,
-            (request, args, world, checkpoint.format, te, str(Path(place) / "rendezvous")),
+            (request, args, world, checkpoint.format, str(Path(place) / "rendezvous")),
             nprocs=world,
             start_method="fork",
         )
 
 
-def _rank(rank, request, args, world, kind, te, rendezvous):
+def _rank(rank, request, args, world, kind, rendezvous):
+    te = request["te"]
     warnings.filterwarnings("ignore")
     megatron_cpu.install()
     if te:

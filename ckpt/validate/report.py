@@ -62,15 +62,17 @@ class ValidationReport:
     def as_text(self) -> str:
         """The report for people."""
         a = self.agreement
+        head = f"validation {self.verdict}: {a.positions} positions in fp32 against the original"
+        cosine = f"cosine min {a.min_cosine:.7f} (needs {self.min_cosine}), "
+        largest = f"abs diff max {a.max_abs_diff:.2e} (allowed {self.max_abs_diff:g}), "
+        divergence = f"KL max {a.max_kl:.2e}, mean {a.mean_kl:.2e}; "
+        worst = f"worst at sequence {a.worst_sequence}, position {a.worst_position}; "
         lines = [
-            f"validation {self.verdict}: {a.positions} positions in fp32 against the original "
-            f"({self.origin})",
-            f"  cosine min {a.min_cosine:.7f} (needs {self.min_cosine}), mean {a.mean_cosine:.7f}",
-            f"  abs diff max {a.max_abs_diff:.2e} (allowed {self.max_abs_diff:g}), "
-            f"mean {a.mean_abs_diff:.2e}",
-            f"  KL max {a.max_kl:.2e}, mean {a.mean_kl:.2e}; top-1 agreement {a.top1:.2%}",
-            f"  worst at sequence {a.worst_sequence}, position {a.worst_position}; "
-            f"positions beyond {a.longest - 1} were not checked",
+            f"{head} ({self.origin})",
+            f"  {cosine}mean {a.mean_cosine:.7f}",
+            f"  {largest}mean {a.mean_abs_diff:.2e}",
+            f"  {divergence}top-1 agreement {a.top1:.2%}",
+            f"  {worst}positions beyond {a.longest - 1} were not checked",
         ]
         if self.padding_columns:
             lines.append(f"  {self.padding_columns} padding columns of the original left out")
