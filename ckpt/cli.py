@@ -230,6 +230,7 @@ def validate(
 
 @main.command()
 @click.argument("model", type=a_path)
+@click.argument("extra_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE_ARGS]")
 @click.option(
     "--engine",
     type=click.Choice(["auto", "vllm", "embedded"]),
@@ -267,6 +268,13 @@ def validate(
     show_default=True,
     help="Seconds until the first answer.",
 )
+@click.option("--chat-template", type=a_path, help="Chat template to use; vLLM only.")
+@click.option(
+    "--api-key",
+    envvar="VLLM_API_KEY",
+    show_envvar=True,
+    help="Key that requests must carry; vLLM only.",
+)
 @click.option("--foreign", is_flag=True, help="Serve a directory that ckpt did not write.")
 @click.option("--check", "only_check", is_flag=True, help="Stop the server once it has answered.")
 @json_option
@@ -276,16 +284,15 @@ def serve(model: Path, *, only_check: bool, as_json: bool, quiet: bool, **values
 
     The server is ready when it has answered a real request and, where the original's logits
     were recorded, agrees with them. SIGTERM and SIGINT stop it and all its processes.
+    Arguments behind "--" go to the engine as they are.
     """
     from ckpt.config import ServeOptions, parse_options  # noqa: PLC0415 - keeps --help instant
     from ckpt.serve import running_server  # noqa: PLC0415
 
     options = parse_options(ServeOptions, values)
     _raise_on_sigterm()
-    root = _engines_root()
-    with running_server(
-        model, options, progress=Terminal(quiet=quiet), engines_root=root
-    ) as server:
+    progress, root = Terminal(quiet=quiet), _engines_root()
+    with running_server(model, options, progress=progress, engines_root=root) as server:
         _emit(server, as_json=as_json)
         sys.stdout.flush()
         if not only_check:
@@ -340,6 +347,7 @@ def engine_install(name: str, *, as_json: bool, quiet: bool, **values: Any) -> N
     from ckpt.engines import InstallOptions, install_vllm  # noqa: PLC0415 - keeps --help instant
 
     del name
+    _raise_on_sigterm()
     options = InstallOptions(root=_engines_root(), **values)
     found = install_vllm(options, progress=Terminal(quiet=quiet))
     text = f"vLLM {found.version}: {found.python}"
@@ -357,7 +365,7 @@ def engine_list(*, as_json: bool) -> None:
         click.echo(json.dumps([item.as_dict() for item in found]))
         return
     for item in found:
-        click.echo(f"{item.name} {item.version} ({item.distribution} build): {item.python}")
+        click.echo(f"{item.name} {item.version} ({item.distribution}): {item.python}")
     if not found:
         click.echo("no engine is installed")
 
@@ -378,9 +386,11 @@ def _engines_root() -> Path:
 
 
 def _raise_on_sigterm() -> None:
-    """Let SIGTERM end a stage as Ctrl-C does, so that servers are stopped on the way out."""
+    """Let SIGTERM and a closed terminal end a stage as Ctrl-C does: servers are stopped then."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, interrupt)

@@ -107,6 +107,10 @@ class ServeOptions:
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     startup_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     foreign: bool = False
+    chat_template: Path | None = None
+    api_key: Annotated[str, Field(min_length=1)] | None = dataclasses.field(
+        default=None, repr=False
+    )
     extra_args: tuple[str, ...] = ()
 
 

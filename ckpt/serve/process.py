@@ -1,104 +1,138 @@
-"""A server process as a context manager: its own session, a log file, a deadline, no orphans."""
+"""A server process: its own session, a log file, a deadline, no orphans."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
+import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from typing_extensions import Self
-
-STOP_SECONDS = 40.0
+# vLLM ignores SIGTERM through most of its start, and lets requests end (for 30 s) once it is up.
+GRACE_STARTING_SECONDS = 5.0
+GRACE_READY_SECONDS = 40.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SOCKET_PATH_LIMIT = 60
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place
+_PROC = Path("/proc")
 _LOG_TAIL_BYTES = 256 * 1024
 _PREFIX = re.compile(r"^\([^)]*\)\s*|^(ERROR|INFO|WARNING) [\d:. -]+(\[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*: ?\S")
 _GENERIC = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization")
 
 
-class ServerProcess(AbstractContextManager["ServerProcess"]):
-    """Runs a command in a session of its own and ends the whole session on exit."""
+class ServerProcess:
+    """Runs a command in a session of its own, and ends that whole session.
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """The command, what is added to the environment, and where its output goes."""
-        self._argv, self._environment, self.log = list(argv), dict(environment), log
+    ``directory`` gets ``server.log`` and, while the process lives, its temporary files.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], directory: Path
+    ) -> None:
+        """The command, what is added to the environment, and where its files go."""
+        self._argv, self._environment = list(argv), dict(environment)
+        self.log = directory / "server.log"
+        self.grace_seconds = GRACE_STARTING_SECONDS
+        self._scratch = directory / "tmp"
         self._process: subprocess.Popen[bytes] | None = None
-        self._shared_memory = _shared_memory()
 
-    def __enter__(self) -> Self:
-        """Start the process."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as stream:
+    def start(self) -> None:
+        """Start the process; call :meth:`stop` whatever happens afterwards."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self._environment}
+        if len(str(self._scratch)) <= _SOCKET_PATH_LIMIT:
+            # Its sockets and the names of its shared memory are then known, to be removed.
+            environment["TMPDIR"] = str(self._scratch)
+        with self.log.open("wb") as stream, _signals_held():
             self._process = subprocess.Popen(  # noqa: S603 - built by command.py
                 self._argv,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
+                env=environment,
                 start_new_session=True,
             )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the process and all that it started."""
-        self.stop()
 
     @property
     def pid(self) -> int:
-        """The process's id, which is also that of its group."""
+        """The process's id, which is also that of its session and group."""
         return self._process.pid if self._process else 0
-
-    def exit_code(self) -> int | None:
-        """The exit status, or None while it runs."""
-        return self._process.poll() if self._process else None
 
     def check_alive(self) -> None:
         """Raise ServeError when the process has ended, with the cause that its log names."""
-        code = self.exit_code()
+        code = self._process.poll() if self._process else None
         if code is not None:
             raise ServeError(
                 f"the server ended by itself with exit status {code}: {self.cause()}",
                 hint=f"Its whole output is in {self.log}",
             )
 
-    def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """SIGTERM to the group, SIGKILL to what is left after the deadline."""
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to all that is left after ``grace_seconds``.
+
+        An interruption while this waits skips the waiting, not the killing.
+        """
         if self._process is None:
             return
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._end(self._process)
+        finally:
+            with _signals_held():
+                self._kill_group()
+                self._process.wait()
+                self._remove_leftovers()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask the server to end; it tells its own workers, in its own order."""
+        if process.poll() is None:
+            process.terminate()
+        deadline = time.monotonic() + self.grace_seconds
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_seconds)
-        while self._group_is_alive() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        for file in _shared_memory() - self._shared_memory:
-            with contextlib.suppress(OSError):
-                file.unlink()
+            process.wait(self.grace_seconds)
+        while self.group_is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+    def _kill_group(self) -> None:
+        if self.group_is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_STARTING_SECONDS
+        while self.group_is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
-    def _group_is_alive(self) -> bool:
-        """Whether any process of the group still runs; zombies do not count."""
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+    def group_is_alive(self) -> bool:
+        """Whether any process of the session still runs; zombies do not count."""
+        if not _PROC.is_dir():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, 0)
+                return self._process is not None and self._process.poll() is None
+            return False
+        for stat in _PROC.glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[2]) == self.pid and fields[0] != "Z":
+                state, _, group, session = stat.read_text().rpartition(")")[2].split()[:4]
+                if self.pid in (int(group), int(session)) and state != "Z":
                     return True
         return False
+
+    def _remove_leftovers(self) -> None:
+        """Remove sockets and shared memory of this run, of no other server's."""
+        for marker in self._scratch.glob("vllm_dist_*"):
+            for file in _SHARED_MEMORY.glob(f"*{marker.name}*"):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def cause(self) -> str:
         """The first error that the log names, without the prefixes of vLLM's processes."""
@@ -122,6 +156,19 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
             return []
 
 
-def _shared_memory() -> set[Path]:
-    """Files that vLLM's CPU ranks leave in shared memory."""
-    return set(Path("/dev/shm").glob("vllm_dist_*"))  # noqa: S108 - the kernel's own place
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold interruptions back, so that none falls between a process and the record of it."""
+    caught: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        signal.raise_signal(caught[0])

@@ -33,33 +33,54 @@ def legal_sizes(config: Mapping[str, Any], limit: int = _LARGEST) -> list[int]:
     """Sizes that vLLM accepts for the model, up to ``limit``.
 
     Query heads must divide evenly; key-value heads must be a multiple or a divisor of the
-    size (vllm/model_executor/models/llama.py); MLP widths must divide.
+    size (vllm/model_executor/models/llama.py); MLP widths must divide. The vocabulary does
+    not matter: vLLM pads it.
+
+    >>> legal_sizes({"num_attention_heads": 28, "num_key_value_heads": 4})
+    [1, 2, 4, 28]
     """
-    heads = _integer(config, "num_attention_heads", "n_head")
+    heads = _heads(config)
     return [size for size in range(1, min(limit, heads) + 1) if not obstacles(config, size)]
 
 
 def obstacles(config: Mapping[str, Any], size: int) -> list[str]:
     """Why the model cannot be split over ``size`` ranks; empty if it can."""
-    heads = _integer(config, "num_attention_heads", "n_head")
-    groups = int(config.get("num_key_value_heads") or heads)
+    heads, groups = _heads(config), _groups(config)
     found = []
     if heads % size:
         found.append(f"{heads} attention heads do not divide by {size}")
-    if groups % size and size % groups and not config.get("kv_lora_rank"):
+    if groups % size and size % groups:
         found.append(f"{groups} key-value heads are neither a multiple nor a divisor of {size}")
-    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+    for key in _widths(config):
         width = config.get(key)
         if isinstance(width, int) and width % size:
             found.append(f"{key} {width} does not divide by {size}")
     return found
 
 
-def _integer(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
+def _widths(config: Mapping[str, Any]) -> list[str]:
+    """Names of the MLP widths that occur in the model."""
+    names = ["moe_intermediate_size", "shared_expert_intermediate_size", "n_inner"]
+    only_experts = (
+        config.get("moe_intermediate_size")
+        and config.get("decoder_sparse_step") == 1
+        and not config.get("mlp_only_layers")
+    )
+    return names if only_experts else ["intermediate_size", *names]
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    for name in ("num_attention_heads", "n_head"):
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise ServeError(f"config.json lacks {names[0]}")
+    raise ServeError("config.json lacks num_attention_heads")
+
+
+def _groups(config: Mapping[str, Any]) -> int:
+    """Key-value heads; multi-latent attention has one latent for all query heads."""
+    if config.get("kv_lora_rank"):
+        return _heads(config)
+    return int(config.get("num_key_value_heads") or _heads(config))
 
 
 def choose(
@@ -73,25 +94,40 @@ def choose(
     """
     legal = [size for size in legal_sizes(config) if size <= devices.count]
     if isinstance(wanted, int):
-        reasons = obstacles(config, wanted)
-        if wanted > devices.count:
-            reasons.append(f"only {devices.count} {devices.kind} here")
-        if reasons:
+        if wanted not in legal:
             raise ServeError(
-                f"tensor-parallel size {wanted} is not possible: {'; '.join(reasons)}",
-                hint=f"Possible here: {', '.join(map(str, legal))}",
+                f"tensor-parallel size {wanted} is not possible: "
+                f"{'; '.join(_hindrances(config, wanted, devices))}",
+                hint=f"Possible for this model: {_listed(legal_sizes(config))}; "
+                f"with {devices.count} {devices.kind}: {_listed(legal)}",
             )
-        return Choice(wanted, f"tensor-parallel size {wanted}, as asked for")
+        return _choice(config, wanted, "as asked for")
     if trained is None:
-        return Choice(1, "tensor-parallel size 1: the training's size is not known")
+        why = "the training's size is not known; --tensor-parallel takes another"
+        return _choice(config, 1, why)
     if trained in legal:
-        return Choice(trained, f"tensor-parallel size {trained}, as in training")
+        return _choice(config, trained, "as in training")
     nearest = min(legal, key=lambda size: (abs(size - trained), size))
-    reasons = obstacles(config, trained)
-    if trained > devices.count:
-        reasons.append(f"only {devices.count} {devices.kind} here")
-    return Choice(
-        nearest,
-        f"tensor-parallel size {nearest}, the nearest possible to training's {trained}: "
-        + "; ".join(reasons),
+    reasons = "; ".join(_hindrances(config, trained, devices))
+    return _choice(
+        config, nearest, f"the nearest possible to training's {trained}, since {reasons}"
     )
+
+
+def _hindrances(config: Mapping[str, Any], size: int, devices: Devices) -> list[str]:
+    reasons = obstacles(config, size)
+    if size > devices.count:
+        reasons.append(f"there are {devices.count} {devices.kind} here")
+    return reasons
+
+
+def _choice(config: Mapping[str, Any], size: int, why: str) -> Choice:
+    groups = _groups(config)
+    note = ""
+    if size > groups:
+        note = f" (each of the {groups} key-value heads is kept on {size // groups} ranks)"
+    return Choice(size, f"tensor-parallel size {size}, {why}{note}")
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes)) or "none"
