@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.errors import ValidationError
+from ckpt.manifest import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,7 @@ def write_reference(
     hidden: dict[int, torch.Tensor] | None = None,
 ) -> Path:
     """Save a reference into ``directory``; see the module's text for the file's content."""
-    from safetensors.torch import save_file  # noqa: PLC0415 - only where a file is written
+    from safetensors.torch import save  # noqa: PLC0415 - only where a file is written
 
     tensors = {
         "input_ids": input_ids.cpu().long().contiguous(),
@@ -79,9 +80,8 @@ def write_reference(
     for layer, state in (hidden or {}).items():
         tensors[f"{_HIDDEN}{layer}"] = state.detach().float().cpu().contiguous()
     file = directory / REFERENCE_NAME
-    temporary = file.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"dtype": str(logits.dtype).removeprefix("torch.")})
-    temporary.replace(file)
+    precision = str(logits.dtype).removeprefix("torch.")
+    write_bytes(file, save(tensors, metadata={"dtype": precision}))
     return file
 
 
