@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 import shlex
 from pathlib import Path
@@ -45,6 +44,7 @@ def shell_lines(page: Path) -> list[str]:
     return [line for line in shown if line.strip() and not line.startswith("#")]
 
 
+VARYING = re.compile(r"\d+\.\d s|\d\.\d+e-\d+|sequence \d+, position \d+")
 EVERY_LINE = [(page, line) for page in PAGES for line in shell_lines(page)]
 CKPT_LINES = [(page, line) for page, line in EVERY_LINE if line.startswith("ckpt ")]
 
@@ -107,15 +107,14 @@ def story() -> list[tuple[str, str]]:
 
 
 def test_the_readme_shows_what_the_commands_print(tmp_path, monkeypatch):
-    """``...`` in an output stands for anything, such as seconds."""
+    """Seconds, and figures that depend on the processor, are not compared."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert len(story()) > 3
     for line, expected in story():
         result = CliRunner().invoke(ckpt, shlex.split(line)[1:])
         assert result.exit_code == 0, result.output
-        assert doctest.OutputChecker().check_output(expected, result.stdout, flags), result.stdout
+        assert VARYING.sub("N", result.stdout).split() == VARYING.sub("N", expected).split()
 
 
 @pytest.mark.parametrize("text", blocks(ROOT / "README.md", "yaml"))

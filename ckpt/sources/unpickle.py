@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError, UnsafePickleError
@@ -233,10 +234,13 @@ class _Unpickler(pickle.Unpickler):
         raise SourceError(f"unknown kind of storage {str(pid)[:80]}")
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401, PLR0911 - a list of cases
+        # Protocol 2, which torch.save uses, spells modules as Python 2 did.
+        module, name = NAME_MAPPING.get((module, name), (module, name))
+        module = IMPORT_MAPPING.get(module, module)
         if (module, name) in _SPECIAL:
             return _SPECIAL[module, name]
         root = module.partition(".")[0]
-        if module in {"builtins", "__builtin__"} and name in _BUILTINS:
+        if module == "builtins" and name in _BUILTINS:
             return _BUILTINS[name]
         if root == "torch" and (found := _torch_name(module, name)) is not None:
             return found
@@ -319,8 +323,5 @@ _SPECIAL: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("_codecs", "encode"): _encode,
     ("copyreg", "_reconstructor"): _reconstruct,
-    ("copy_reg", "_reconstructor"): _reconstruct,
     ("copyreg", "__newobj__"): _new_object,
-    ("__builtin__", "long"): int,
-    ("__builtin__", "unicode"): str,
 }

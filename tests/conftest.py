@@ -1,0 +1,61 @@
+"""Options and fixtures of all tests."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--megatron-cache",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Keep the checkpoints that megatron-core makes here, and use those that are there.",
+    )
+    parser.addoption(
+        "--corpus",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Also convert every recorded case in DIR and compare its logits.",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "corpus_case" in metafunc.fixturenames:
+        root = metafunc.config.getoption("--corpus")
+        cases = sorted(path for path in root.iterdir() if path.is_dir()) if root else []
+        metafunc.parametrize("corpus_case", cases, ids=[path.name for path in cases])
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--corpus") is None:
+        chosen = [item for item in items if "corpus_case" not in item.fixturenames]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def megatron_checkpoints(request, tmp_path_factory):
+    """``megatron_checkpoints([Layout(...), ...])``: checkpoints that megatron-core wrote.
+
+    Those of the same layout are made once a session. Needs the marker ``megatron``.
+    """
+    from megatron_checkpoints import write_checkpoints
+
+    root = request.config.getoption("--megatron-cache") or tmp_path_factory.mktemp("megatron")
+    return lambda layouts: write_checkpoints(root, list(layouts))
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where tests' temporary files go; its path is short, as those of sockets must be."""
+    place = Path(tempfile.mkdtemp(prefix="ckpt-test-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    yield place
+    shutil.rmtree(place, ignore_errors=True)

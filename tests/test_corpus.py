@@ -1,0 +1,61 @@
+"""Recorded checkpoints of other programs, when a directory of them is given with --corpus."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ckpt.config import ConvertOptions
+from ckpt.convert import convert_checkpoint
+from ckpt.validate.hf_run import load_model
+
+
+def normalising_twin(directory):
+    """The same weights in another class of transformers.
+
+    Its DeepSeek V2 reads no norm_topk_prob and never normalises the chosen experts' weights;
+    Mistral 4 is the same network, does, and has a query scale that can be switched off.
+    """
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    assert config["norm_topk_prob"]
+    width = config["qk_rope_head_dim"] + config["qk_nope_head_dim"]
+    config |= {
+        "model_type": "mistral4",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.pop("rope_theta"),
+            "partial_rotary_factor": config["qk_rope_head_dim"] / width,
+            "llama_4_scaling_beta": 0.0,
+            "original_max_position_embeddings": config["max_position_embeddings"],
+        },
+    }
+    assert config.pop("rope_scaling") is None
+    file.write_text(json.dumps(config))
+    return transformers.Mistral4ForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def test_the_converted_model_answers_as_the_original(corpus_case, tmp_path):
+    """fp32 logits to 1e-4; where only bf16 ones were recorded, cosine 0.999 at each position."""
+    config = convert_checkpoint(corpus_case / "checkpoint", tmp_path / "out", ConvertOptions())
+    if config.section["model"]["family"] == "deepseek_v2":
+        model = normalising_twin(tmp_path / "out")
+    else:
+        model = load_model(tmp_path / "out")
+    recorded = load_file(corpus_case / "logits.safetensors")
+    ids = load_file(corpus_case / "inputs.safetensors")["input_ids"]
+    with torch.no_grad():
+        found = model(ids).logits
+    exact = recorded.get("logits_fp32")
+    if exact is None and "BF16" in config.section["model"]["dtypes"]:
+        original = recorded["logits"][..., : found.shape[-1]].float()
+        cosine = torch.nn.functional.cosine_similarity(original, found, dim=-1)
+        assert cosine.min() >= 0.999
+        return
+    original = (recorded["logits"] if exact is None else exact)[..., : found.shape[-1]]
+    assert (found - original).abs().max() <= 1e-4

@@ -1,0 +1,104 @@
+"""Who may import whom, and what starting the program costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "ckpt"
+VALUES = {"errors", "tensors", "progress", "__init__"}
+COMMON = VALUES | {"config", "manifest", "shards", "terminal"}
+STAGES = ("convert", "validate", "quantize", "serve")
+# A package and what it may import from the rest of ckpt; nothing is allowed back or sideways.
+ALLOWED = {
+    "errors": set(),
+    "progress": set(),
+    "tensors": {"errors"},
+    "config": {"errors"},
+    "terminal": {"__init__"},
+    "manifest": {"errors", "__init__"},
+    "shards": {"errors", "tensors"},
+    "layout": {"errors", "tensors"},
+    "training": {"errors", "tensors"},
+    "sources": VALUES | {"layout"},
+    "arch": VALUES | {"layout", "training"},
+    "engines": COMMON,
+    "convert": COMMON | {"arch", "sources", "layout", "training"},
+    "validate": COMMON | {"sources"},
+    "quantize": COMMON,
+    "serve": COMMON | {"engines"},
+    "inspection": COMMON | {"arch", "sources", "training", "convert"},
+    "pipeline": COMMON | {*STAGES, "engines"},
+}
+
+
+def imports():
+    for file in sorted(ROOT.rglob("*.py")):
+        owner = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+                if node.module == "ckpt":
+                    names = [f"ckpt.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                yield file.relative_to(ROOT), owner, name
+
+
+def test_imports_follow_the_arrows():
+    """cli over pipeline over stages over arch and sources over values, never back or sideways."""
+    wrong = []
+    for file, owner, name in imports():
+        parts = name.split(".")
+        if parts[0] != "ckpt" or owner in {"cli", "__main__"}:
+            continue
+        target = parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
+        if target != owner and target not in ALLOWED[owner] | {"__init__"}:
+            wrong.append(f"{file} imports {name}")
+    assert not wrong
+
+
+def test_torch_is_imported_only_where_models_are_run_or_cast():
+    """The plan needs no tensor library; vLLM is a process and never an import."""
+    wrong = [
+        f"{file} imports {name}"
+        for file, owner, name in imports()
+        if (name.split(".")[0] in {"torch", "transformers"} and owner != "validate"
+            and str(file) != "convert/maps.py")
+        or name.split(".")[0] == "vllm"
+    ]  # fmt: skip
+    assert not wrong
+
+
+def test_every_part_is_in_the_table():
+    """A new module must say what it may import."""
+    parts = {path.name.removesuffix(".py") for path in ROOT.iterdir() if path.suffix == ".py"}
+    parts |= {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    assert parts - {"cli", "__main__", "__init__"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["convert"], ["validate"], ["serve"], ["run"], ["inspect"], ["engine", "install"]],
+    ids=" ".join,
+)
+def test_help_loads_no_tensor_library(arguments):
+    """``import ckpt`` and every ``--help`` are instant."""
+    program = (
+        "import sys, ckpt\n"
+        "from ckpt.cli import main\n"
+        f"sys.argv = ['ckpt', *{arguments!r}, '--help']\n"
+        "try:\n    main()\n"
+        "finally:\n    assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: ckpt" in done.stdout

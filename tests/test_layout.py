@@ -1,0 +1,155 @@
+"""Layout rules against slow, plain NumPy code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.convert.write import Files, clip, fill
+from ckpt.errors import PlanError
+from ckpt.layout import Cut, Layout, Sizes, copies_for, cut, place, rectangles
+from ckpt.tensors import DType, Shard, View, contiguous_strides
+
+
+def stored(path, arrays):
+    """Arrays in one file, and a view of each."""
+    views, content = [], b""
+    for array in arrays:
+        views.append(View.contiguous(str(path), len(content), DType.I32, array.shape))
+        content += array.tobytes()
+    path.write_bytes(content)
+    return views
+
+
+def carry_out(copies, shape):
+    window = np.full(int(np.prod(shape)) * 4, 255, np.uint8)
+    with Files() as files:
+        for copy in copies:
+            fill(files, copy, window, 0)
+    return window.view(np.int32).reshape(shape)
+
+
+@given(
+    groups=st.integers(1, 4), per_group=st.integers(1, 3), head_dim=st.integers(1, 3),
+    ranks=st.integers(1, 5), bias=st.booleans(),
+)  # fmt: skip
+def test_grouped_queries_come_out_by_kind_whatever_the_ranks(
+    tmp_path_factory, groups, per_group, head_dim, ranks, bias
+):
+    """Also when a rank holds no whole group: the fused rows are cut evenly."""
+    rows = groups * (per_group + 2) * head_dim
+    if rows % ranks:
+        ranks = 1
+    width = () if bias else (2,)
+    whole = np.arange(rows * (1 if bias else 2), dtype=np.int32).reshape(rows, *width)
+    views = stored(tmp_path_factory.mktemp("x") / "f", np.split(whole, ranks))
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    placed = place(shards, Layout(dim=0), None, 0)
+    assert placed.shape == whole.shape
+    sizes = Sizes(groups * per_group, groups, head_dim, 0)
+    expected = {"q": [], "k": [], "v": []}
+    for group in whole.reshape(groups, per_group + 2, head_dim, *width):
+        expected["q"] += list(group[:per_group])
+        expected["k"].append(group[per_group])
+        expected["v"].append(group[per_group + 1])
+    for target, kind in zip(cut(rows, Cut.GROUPED_QKV, sizes), "qkv", strict=True):
+        copies = copies_for(placed, target, transposed=False, base=0)
+        found = carry_out(copies, (target.rows, *width))
+        assert np.array_equal(found, np.concatenate(expected[kind]))
+
+
+@given(half=st.integers(1, 4), ranks=st.integers(1, 4), width=st.integers(1, 3))
+def test_gate_and_up_are_halves_of_each_rank(tmp_path_factory, half, ranks, width):
+    """Rank files hold [gate_r; up_r]."""
+    gate = np.arange(half * ranks * width, dtype=np.int32).reshape(half * ranks, width)
+    up = gate + 1000
+    pairs = zip(np.split(gate, ranks), np.split(up, ranks), strict=True)
+    views = stored(tmp_path_factory.mktemp("x") / "f", [np.concatenate(pair) for pair in pairs])
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    whole = place(shards, Layout(dim=0, parts=2), None, 0)
+    targets = cut(whole.shape[0], Cut.GATE_UP, Sizes(1, 1, 1, 0))
+    for target, truth in zip(targets, (gate, up), strict=True):
+        copies = copies_for(whole, target, transposed=False, base=0)
+        assert np.array_equal(carry_out(copies, truth.shape), truth)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    first=st.integers(0, 40),
+    length=st.integers(1, 60),
+)
+def test_rectangles_and_their_clips_move_any_strided_view(
+    tmp_path_factory, shape, order, first, length
+):
+    """Any order of dimensions on either side; windows of any length see just their bytes."""
+    array = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    (view,) = stored(tmp_path_factory.mktemp("x") / "f", [array])
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    turned = View(
+        view.file, view.offset, view.dtype,
+        tuple(view.shape[a] for a in axes), tuple(view.strides[a] for a in axes),
+    )  # fmt: skip
+    copies = list(rectangles(turned, contiguous_strides(turned.shape), 0))
+    truth = np.ascontiguousarray(array.transpose(axes))
+    assert np.array_equal(carry_out(copies, truth.shape), truth)
+    begin = min(first * 4, truth.nbytes)
+    end = min(begin + length * 4, truth.nbytes)
+    window = np.zeros(end - begin, np.uint8)
+    with Files() as files:
+        for copy in copies:
+            for part in clip(copy, begin, end):
+                fill(files, part, window, begin)
+    assert window.tobytes() == truth.tobytes()[begin:end]
+
+
+@given(rows=st.integers(1, 5), columns=st.integers(1, 5), ranks=st.integers(1, 3))
+def test_row_parallel_shards_join_side_by_side_also_transposed(
+    tmp_path_factory, rows, columns, ranks
+):
+    """Dimension 1 over ranks; Hugging Face's Conv1D wants the transpose."""
+    whole = np.arange(rows * columns * ranks, dtype=np.int32).reshape(rows, columns * ranks)
+    views = stored(tmp_path_factory.mktemp("x") / "f", np.split(whole, ranks, axis=1))
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    placed = place(shards, Layout(dim=1), None, 0)
+    (target,) = cut(rows, Cut.WHOLE, Sizes(1, 1, 1, 0))
+    plain = carry_out(copies_for(placed, target, transposed=False, base=0), whole.shape)
+    turned = carry_out(copies_for(placed, target, transposed=True, base=0), whole.T.shape)
+    assert np.array_equal(plain, whole)
+    assert np.array_equal(turned, whole.T)
+
+
+def test_flat_and_interleaved_targets(tmp_path):
+    """One tensor of all queries, keys, values; and gate and up rows in turns."""
+    whole = np.arange(12, dtype=np.int32).reshape(12, 1)
+    (view,) = stored(tmp_path / "f", [whole])
+    placed = place([Shard(view, rank=0)], Layout(dim=0), None, 0)
+    (flat,) = cut(12, Cut.FLAT_QKV, Sizes(2, 2, 2, 0))
+    found = carry_out(copies_for(placed, flat, transposed=False, base=0), (12, 1)).ravel()
+    assert found.tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    (turns,) = cut(12, Cut.INTERLEAVED_GATE_UP, Sizes(1, 1, 1, 0))
+    found = carry_out(copies_for(placed, turns, transposed=False, base=0), (12, 1)).ravel()
+    assert found.tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+
+
+@pytest.mark.parametrize(
+    "starts", [[(0, 0), (1, 0)], [(0, 0), (3, 0)], [(0, 0)], [(0, 0), (2, 0), (2, 0)]]
+)
+def test_parts_must_cover_the_whole_exactly_once(starts):
+    """A gap, an overlap and a part outside are refused."""
+    view = View.contiguous("f", 0, DType.F32, (2, 3))
+    with pytest.raises(PlanError):
+        place([Shard(view, start=start) for start in starts], Layout(dim=0), (4, 3), 0)
+
+
+def test_ranks_that_do_not_fit_together_are_refused():
+    """Another width beside the joined dimension, and copies of another shape."""
+    a, b = (View.contiguous("f", 0, DType.F32, shape) for shape in ((2, 3), (2, 4)))
+    for layout in (Layout(dim=0), Layout()):
+        with pytest.raises(PlanError):
+            place([Shard(a, rank=0), Shard(b, rank=1)], layout, None, 0)
+    with pytest.raises(PlanError, match="30 rows"):
+        cut(31, Cut.GROUPED_QKV, Sizes(3, 1, 6, 0))
