@@ -35,7 +35,9 @@ OUTPUT = Path("examples/llama-tp2pp2")
 
 
 def make_args(vocab_size: int) -> argparse.Namespace:
-    layout = argparse.Namespace(tp=2, pp=2, vpp=None, ep=1, etp=None, first_layers=None, layout=None)
+    layout = argparse.Namespace(
+        tp=2, pp=2, vpp=None, ep=1, etp=None, first_layers=None, layout=None
+    )
     values = {
         **BASE,
         "num_layers": 4,

@@ -1,4 +1,6 @@
-"""Make ``examples/tokenizer`` and ``examples/calibration.jsonl``: ``python examples/make_tokenizer.py``.
+"""Make ``examples/tokenizer`` and ``examples/calibration.jsonl``.
+
+    python examples/make_tokenizer.py
 
 A byte-level BPE of 370 tokens with a chat template, trained on ``text.py``. Needs tokenizers.
 """

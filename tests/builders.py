@@ -329,7 +329,9 @@ def dist_items(
         if halves and "linear_fc1" in key and "layer_norm" not in key:
             for suffix, half in zip(("_w", "_v"), whole.chunk(2), strict=True):
                 pieces = _pieces(name, half, tp, halves=False)
-                _add_item(items, prefix + key + suffix, half, pieces, layer if stack else None, model)
+                _add_item(
+                    items, prefix + key + suffix, half, pieces, layer if stack else None, model
+                )
         else:
             pieces = _pieces(name, whole, tp, halves="linear_fc1" in name)
             _add_item(items, prefix + key, whole, pieces, layer if stack else None, model)
@@ -358,7 +360,8 @@ def _add_item(items, key, whole, pieces, layer, model: Model) -> None:
         return
     item = items.setdefault(key, Item((model.layers, *whole.shape), whole.dtype, {}))
     for start, part in pieces:
-        item.parts[(layer, *start)] = part[None]
+        at = (layer, *start)
+        item.parts[at] = part[None]
 
 
 def write_torch_dist(
@@ -392,7 +395,10 @@ def write_torch_dist(
     if optimizer:
         for name, item in list(items.items()):
             for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
-                parts = {at: torch.zeros_like(part, dtype=torch.float32) for at, part in item.parts.items()}
+                parts = {
+                    at: torch.zeros_like(part, dtype=torch.float32)
+                    for at, part in item.parts.items()
+                }
                 items[f"optimizer.state.{kind}.{name}"] = Item(item.shape, torch.float32, parts)
     if edit:
         edit(items, state)

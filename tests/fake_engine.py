@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from ckpt.manifest import write_stage
 from ckpt.shards import REFERENCE_FILE
 
-SERVER = '''
+SERVER = """
 import argparse, http.server, json, os, pathlib, signal, subprocess, sys, threading, time
 parser = argparse.ArgumentParser()
 for name in ("model", "served-model-name", "host", "fake", "logprobs-mode"):
@@ -29,7 +29,7 @@ fake = o.fake
 print("arguments", sys.argv[1:], flush=True)
 print("(APIServer pid=1) INFO 01-01 00:00:00 [x.py:1] hello", flush=True)
 if fake == "crash":
-    print("(Worker pid=2) ERROR 01-01 00:00:00 [y.py:2] ValueError: the weights are odd", flush=True)
+    print("(Worker pid=2) ERROR 01-01 00:00:00 [y.py:2] ValueError: the weights are odd")
     print("RuntimeError: Engine core initialization failed. See root cause above", flush=True)
     sys.exit(1)
 if fake == "exit0":
@@ -118,7 +118,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\\n\\n")
 
 http.server.ThreadingHTTPServer((o.host, o.port), Handler).serve_forever()
-'''
+"""
 
 CONFIG = {
     "model_type": "llama",

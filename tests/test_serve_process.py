@@ -14,7 +14,10 @@ import pytest
 from ckpt.errors import ServeError
 from ckpt.serve.process import ServerProcess, _signals_held
 
-DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN);"
+DEAF = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "signal.signal(signal.SIGINT, signal.SIG_IGN);"
+)
 
 
 def started(tmp_path, program, **environment):
@@ -142,7 +145,7 @@ def test_an_interruption_while_stopping_kills_at_once(tmp_path):
 
 def test_an_interruption_while_starting_comes_after_the_start():
     steps = []
-    with pytest.raises(KeyboardInterrupt), _signals_held():
+    with pytest.raises(KeyboardInterrupt), _signals_held():  # noqa: PT012 - both must happen
         signal.raise_signal(signal.SIGINT)
         steps.append("started")
     assert steps == ["started"]

@@ -50,7 +50,9 @@ def test_the_training_size_is_taken_where_it_is_possible():
     assert choose(QWEN, "match", 4, GPUS).reason == "tensor-parallel size 4, as in training"
 
 
-@pytest.mark.parametrize(("trained", "count", "size"), [(8, 8, 4), (3, 8, 2), (4, 2, 2), (64, 64, 28)])
+@pytest.mark.parametrize(
+    ("trained", "count", "size"), [(8, 8, 4), (3, 8, 2), (4, 2, 2), (64, 64, 28)]
+)
 def test_else_the_nearest_possible_one_with_the_reason(trained, count, size):
     choice = choose(QWEN, "match", trained, Devices("GPUs", count))
     assert choice.size == size
