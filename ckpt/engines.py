@@ -61,7 +61,7 @@ RECIPES: dict[str, Recipe] = {
         torch="torch==2.14.0",
         requirements=None,
         package="vllm==0.33.0",
-        pythons=("3.11", "3.12", "3.13"),
+        pythons=("3.11", "3.12", "3.13", "3.14"),
     ),
 }
 

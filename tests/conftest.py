@@ -11,6 +11,13 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--vllm-python",
+        type=Path,
+        default=None,
+        metavar="PYTHON",
+        help="Python that has vLLM; by default the one that `ckpt engine install vllm` made.",
+    )
+    parser.addoption(
         "--megatron-cache",
         type=Path,
         default=None,
@@ -59,3 +66,15 @@ def scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     yield place
     shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def vllm_python(pytestconfig):
+    """A Python with a real vLLM; a test that was chosen and lacks one fails."""
+    from ckpt.cli import _engines_root
+    from ckpt.engines import managed_python
+
+    python = pytestconfig.getoption("--vllm-python") or managed_python(_engines_root(), "vllm")
+    if python is None:
+        pytest.fail("no vLLM here: give --vllm-python, or run ckpt engine install vllm")
+    return python

@@ -36,7 +36,7 @@ if fake == "exit0":
     sys.exit(0)
 if fake in ("deaf", "slow-deaf"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if fake != "no-worker":
+if fake in ("worker", "deaf", "slow-deaf"):
     worker = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-S", "-c", worker])
 scratch = pathlib.Path(os.environ["TMPDIR"])

@@ -150,7 +150,7 @@ def test_a14_arguments_among_the_tensors_are_found(tmp_path):
     source = write_torch_dist(tmp_path / "run", model, tp=2, common="common_state")
     assert_equal(convert(source, tmp_path / "out"), hf_tensors(model))
     gone = write_torch_dist(tmp_path / "gone", model, tp=2, common=None)
-    with pytest.raises(SourceError, match="no common.pt and no common_state"):
+    with pytest.raises(SourceError, match=r"no common\.pt and no common_state"):
         convert(gone, tmp_path / "none")
 
 

@@ -34,10 +34,22 @@ def normalising_twin(directory):
         },
     }
     assert config.pop("rope_scaling") is None
-    file.write_text(json.dumps(config))
-    return transformers.Mistral4ForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    settings = transformers.Mistral4Config(**config, attn_implementation="eager")
+    settings.head_dim = config["qk_rope_head_dim"]  # what its rotary embedding turns
+    model = transformers.Mistral4ForCausalLM(settings).float().eval()
+    state = load_file(directory / "model.safetensors")
+    for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            kind: torch.stack(
+                [state.pop(f"{at}{e}.{kind}_proj.weight") for e in range(config["n_routed_experts"])]
+            )
+            for kind in ("gate", "up", "down")
+        }
+        state[f"{at}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        state[f"{at}down_proj"] = parts["down"]
+    model.load_state_dict(state)
+    return model
 
 
 def test_the_converted_model_answers_as_the_original(corpus_case, tmp_path):

@@ -60,7 +60,7 @@ def refuse(model, chosen, tmp_path, error=ServeError):
 
 
 def test_a_good_server_is_ready_compared_and_gone_afterwards(model, python, tmp_path, scratch):
-    with running_server(model, options(python), engines_root=tmp_path) as server:
+    with running_server(model, options(python, "worker"), engines_root=tmp_path) as server:
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
         assert fake_engine.shared_memory(server.process.pid)
         assert len(fake_engine.living_in_session(server.process.pid)) == 2
@@ -267,7 +267,7 @@ def command(model, python, behaviour, scratch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_command_leaves_no_process(model, python, scratch, number):
-    with command(model, python, "ok", scratch) as process:
+    with command(model, python, "worker", scratch) as process:
         pid = json.loads(process.stdout.readline())["pid"]
         assert fake_engine.living_in_session(pid)
         process.send_signal(number)
@@ -304,7 +304,7 @@ def test_a_signal_during_the_start_leaves_no_process(model, python, scratch):
 
 
 def test_the_death_of_the_engine_ends_the_command_with_1(model, python, scratch):
-    with command(model, python, "no-worker", scratch) as process:
+    with command(model, python, "ok", scratch) as process:
         pid = json.loads(process.stdout.readline())["pid"]
         os.kill(pid, signal.SIGKILL)
         out, errors = process.communicate(timeout=20)

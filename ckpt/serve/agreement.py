@@ -96,6 +96,8 @@ def compare_with_original(client: Client, question: Question) -> Agreement:
     ServeError when either side has nothing that can be compared.
     """
     ids, logits = _read(question)
+    if not np.isfinite(logits).all():
+        raise ServeError("the recorded logits are NaN or infinite", file=question.reference)
     served: list[NDArray[np.float64]] = []
     original: list[NDArray[np.float64]] = []
     hits = []
@@ -152,8 +154,8 @@ def _measure(
     top1: float,
 ) -> Agreement:
     pairs = list(zip(served, original, strict=True))
-    if not pairs or not all(np.isfinite(side).all() for pair in pairs for side in pair):
-        raise ServeError("nothing to compare: values are missing, NaN or infinite")
+    if not pairs or not all(np.isfinite(answered).all() for answered in served):
+        raise ServeError("the server's values are missing, NaN or infinite")
     if spread <= 0:
         raise ServeError("the original's recorded logits are all the same: a broken recording")
     cosines = [a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + 1e-30) for a, b in pairs]

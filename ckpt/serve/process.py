@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # vLLM ignores SIGTERM through most of its start, and lets requests end (for 30 s) once it is up.
 GRACE_STARTING_SECONDS = 5.0
 GRACE_READY_SECONDS = 40.0
+GRACE_ORPHANS_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SOCKET_PATH_LIMIT = 60
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place
@@ -80,7 +81,7 @@ class ServerProcess:
             )
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to all that is left after ``grace_seconds``.
+        """SIGTERM, up to ``grace_seconds`` of time, then SIGKILL to all that is left.
 
         An interruption while this waits skips the waiting, not the killing.
         """
@@ -90,7 +91,7 @@ class ServerProcess:
             self._end(self._process)
         finally:
             with _signals_held():
-                self._kill_group()
+                self._kill_session()
                 self._process.wait()
                 self._remove_leftovers()
 
@@ -98,33 +99,33 @@ class ServerProcess:
         """Ask the server to end; it tells its own workers, in its own order."""
         if process.poll() is None:
             process.terminate()
-        deadline = time.monotonic() + self.grace_seconds
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self.grace_seconds)
-        while self.group_is_alive() and time.monotonic() < deadline:
+        deadline = time.monotonic() + min(self.grace_seconds, GRACE_ORPHANS_SECONDS)
+        while self.members() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _kill_group(self) -> None:
-        if self.group_is_alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+    def _kill_session(self) -> None:
+        """SIGKILL to every process of the session, also to those with a group of their own."""
         deadline = time.monotonic() + GRACE_STARTING_SECONDS
-        while self.group_is_alive() and time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if not _PROC.is_dir():
+                os.killpg(self.pid, signal.SIGKILL)
+        while (members := self.members()) and time.monotonic() < deadline:
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def group_is_alive(self) -> bool:
-        """Whether any process of the session still runs; zombies do not count."""
-        if not _PROC.is_dir():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, 0)
-                return self._process is not None and self._process.poll() is None
-            return False
+    def members(self) -> list[int]:
+        """Ids of the session's processes that still run; zombies do not count."""
+        found = []
         for stat in _PROC.glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 state, _, group, session = stat.read_text().rpartition(")")[2].split()[:4]
                 if self.pid in (int(group), int(session)) and state != "Z":
-                    return True
-        return False
+                    found.append(int(stat.parent.name))
+        return found
 
     def _remove_leftovers(self) -> None:
         """Remove sockets and shared memory of this run, of no other server's."""

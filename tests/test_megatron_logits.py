@@ -1,0 +1,84 @@
+"""Checkpoints that megatron-core wrote, converted: fp32 logits against the original's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_checkpoints import Layout
+from safetensors.torch import load_file
+
+from ckpt.config import ConvertOptions, ValidateOptions
+from ckpt.convert import convert_checkpoint
+from ckpt.validate import validate_checkpoint
+from ckpt.validate.hf_run import load_model
+
+pytestmark = pytest.mark.megatron
+
+LAYOUTS = [
+    Layout("llama", tp=2, pp=2),
+    Layout("llama", tp=4, format="torch", te=True),
+    Layout("llama", pp=2, vpp=2, layout="Et|ttt|ttt|tL", format="torch"),
+    Layout("llama", pp=2, first_layers=3, single=True),
+    Layout("llama", train=2, dist_opt=True),
+    Layout("llama3", tp=2, te=True),
+    Layout("mistral", tp=2, old_args=True),
+    Layout("qwen2", tp=2, pp=2, te=True, format="torch"),
+    Layout("qwen3", tp=2, old_args=True),
+    Layout("gpt", tp=2, te=True),
+    Layout("mixtral", tp=2, ep=2, etp=1, format="torch"),
+    Layout("qwen3moe", te=True, ep=2),
+    Layout("deepseek", tp=2, pp=2, te=True, format="torch"),
+    Layout("deepseek", tp=2, ep=2, te=True),
+    Layout("deepseek-mtp", te=True),
+]
+
+
+@pytest.fixture(scope="module")
+def made(megatron_checkpoints):
+    return {item.layout.name: item for item in megatron_checkpoints(LAYOUTS)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_the_converted_model_answers_as_megatron_did(made, layout, tmp_path):
+    """The ground truth is the model that wrote the checkpoint."""
+    item = made[layout.name]
+    family = "mistral" if layout.family == "mistral" else None
+    convert_checkpoint(item.directory, tmp_path / "out", ConvertOptions(family=family))
+    model = load_model(tmp_path / "out")
+    with torch.no_grad():
+        found = model(item.input_ids).logits
+    original = item.logits_fp32[..., : found.shape[-1]]
+    assert original.std() > 0.1
+    assert (found - original).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[7], LAYOUTS[11], LAYOUTS[12]], ids=lambda x: x.name
+)
+def test_a_live_megatron_model_is_the_reference(made, layout, tmp_path):
+    """Both formats, with and without TransformerEngine's names; the shards are not merged by us."""
+    item = made[layout.name]
+    convert_checkpoint(item.directory, tmp_path / "out", ConvertOptions())
+    options = ValidateOptions(reference="megatron", max_positions=128, max_abs_diff=1e-4)
+    report = validate_checkpoint(item.directory, tmp_path / "out", options)
+    assert report.passed, report.as_text()
+    assert report.agreement.longest >= 128
+    kept = load_file(tmp_path / "out" / "original" / "ckpt-reference.safetensors")
+    assert kept["logits"].shape[0] >= 1
+
+
+def test_a_live_reference_catches_a_swapped_tensor(made, tmp_path):
+    """Gate and up exchanged in the last layer fail, and the layer is named."""
+    from safetensors.torch import save_file
+
+    item = made[LAYOUTS[0].name]
+    out = tmp_path / "out"
+    convert_checkpoint(item.directory, out, ConvertOptions())
+    tensors = load_file(out / "model.safetensors")
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    gate, up = (f"model.layers.{last}.mlp.{kind}_proj.weight" for kind in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    report = validate_checkpoint(item.directory, out, ValidateOptions(reference="megatron"))
+    assert not report.passed
+    assert report.first_bad_layer is None or report.first_bad_layer == last + 1
