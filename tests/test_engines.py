@@ -153,7 +153,7 @@ def test_a_failure_leaves_no_environment(root, fake_python, fails):
 
 def test_a_failure_of_the_environment_itself_is_told(root, fake_python):
     file = fake_python()
-    file.write_text("#!/bin/sh\ncase \"$*\" in *venv*) echo no ensurepip; exit 1;; esac\necho 3.12\n")
+    file.write_text('#!/bin/sh\ncase "$*" in *venv*) echo no ensurepip; exit 1;; esac\necho 3.12\n')
     with pytest.raises(EngineError, match="making the environment failed: no ensurepip"):
         install(root, file)
 
