@@ -158,6 +158,14 @@ class TrainingArgs:
         return self.head_dim * self.heads == self.hidden_size
 
     @property
+    def fits_llama_class(self) -> bool:
+        """Whether transformers' Llama takes these sizes: it wants hidden to divide by heads.
+
+        Its Mistral is the same network without that wish, but has no biases.
+        """
+        return self.hidden_size % self.heads == 0 or self.linear_bias
+
+    @property
     def four_times_ffn(self) -> bool:
         """Whether the MLP is four times as wide as the hidden state."""
         return self.ffn_hidden_size == 4 * self.hidden_size

@@ -37,7 +37,7 @@ class Model:
 
     family: str = "llama"
     layers: int = 3
-    hidden: int = 56
+    hidden: int = 60
     heads: int = 12
     groups: int = 6
     head_dim: int = 10

@@ -87,6 +87,7 @@ LLAMA = Architecture(
         "experts": (0,),
         "qk_norm": (False,),
         "qkv_bias_alone": (False,),
+        "fits_llama_class": (True,),
         "sliding_window": (None,),
     },
     rules=(
