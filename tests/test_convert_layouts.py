@@ -265,12 +265,14 @@ def test_old_row_orders_of_queries_keys_and_values(tmp_path, version):
     assert_equal(convert(source, tmp_path / "out"), hf_tensors(model))
 
 
-def test_a_llama_that_transformers_refuses_is_written_as_the_same_network_of_another_name(tmp_path):
+def test_a_llama_that_transformers_refuses_is_written_under_another_name(tmp_path):
     """transformers' Llama wants hidden to divide by heads; its Mistral does not."""
     from ckpt.validate.hf_run import load_model
 
     model = Model(hidden=56)
-    assert_equal(convert(write_legacy(tmp_path / "run", model), tmp_path / "out"), hf_tensors(model))
+    assert_equal(
+        convert(write_legacy(tmp_path / "run", model), tmp_path / "out"), hf_tensors(model)
+    )
     assert load_model(tmp_path / "out").config.model_type == "mistral"
 
 

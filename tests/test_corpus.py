@@ -42,7 +42,10 @@ def normalising_twin(directory):
         at = f"model.layers.{layer}.mlp.experts."
         parts = {
             kind: torch.stack(
-                [state.pop(f"{at}{e}.{kind}_proj.weight") for e in range(config["n_routed_experts"])]
+                [
+                    state.pop(f"{at}{e}.{kind}_proj.weight")
+                    for e in range(config["n_routed_experts"])
+                ]
             )
             for kind in ("gate", "up", "down")
         }
