@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpt.errors import ValidationError
 from ckpt.manifest import fingerprint, read_stage, write_stage
 from ckpt.progress import Progress, Silent
 from ckpt.shards import REFERENCE_FILE
 from ckpt.sources import locate
-from ckpt.validate.hf_run import read_config, run_hf
-from ckpt.validate.logits import compare, layer_cosines
+from ckpt.validate.hf_run import longest_context, read_config, run_hf
+from ckpt.validate.logits import check_input_ids, compare, compare_layers
+from ckpt.validate.megatron_run import can_run_megatron, run_megatron
 from ckpt.validate.recorded import (
     REFERENCE_NAME,
     Reference,
     find_recorded,
-    read_reference,
+    read_recorded,
     record_reference,
     write_reference,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "validation_is_current",
 ]
 _KEPT_VALUES = 16 * 10**6
+_KEPT_SEQUENCES, _KEPT_POSITIONS = 8, 64
 
 
 def validate_checkpoint(
@@ -55,19 +58,26 @@ def validate_checkpoint(
     if source.resolve() == model.resolve():
         raise ValidationError("source and model are the same directory", file=model)
     located = locate(source, iteration)
-    read_config(model)
+    config = read_config(model)
     reference = _reference(located, model, options, progress)
+    check_input_ids(reference.input_ids, config["vocab_size"])
+    length, longest = reference.input_ids.shape[1], longest_context(config)
+    if longest is not None and length > longest:
+        raise ValidationError(
+            "the reference is longer than the converted model's context",
+            file=model / "config.json",
+            expected=f"max_position_embeddings of at least {length}",
+            found=longest,
+        )
     answer = run_hf(model, reference.input_ids, progress)
-    agreement = compare(reference.logits, answer.logits)
-    first = compare_first(reference, answer.logits)
     report = ValidationReport(
-        agreement=agreement,
+        agreement=compare(reference.logits, answer.logits),
         origin=reference.origin,
         min_cosine=options.min_cosine,
         max_abs_diff=options.max_abs_diff,
-        first_position_diff=first,
         padding_columns=reference.logits.shape[-1] - answer.logits.shape[-1],
-        layers=layer_cosines(reference.hidden, answer.hidden),
+        layers=compare_layers(reference.hidden, answer.hidden),
+        half_reference=reference.is_half,
         notes=reference.notes,
         seconds=time.monotonic() - started,
     )
@@ -75,29 +85,25 @@ def validate_checkpoint(
     return report
 
 
-def compare_first(reference: Reference, logits: Any) -> float:  # noqa: ANN401 - a tensor
-    """The largest difference at position 0, where rotary faults cannot be seen."""
-    columns = logits.shape[-1]
-    difference = reference.logits[:, 0, :columns] - logits[:, 0]
-    return float(difference.abs().max())
-
-
 def _reference(
     located: Located, model: Path, options: ValidateOptions, progress: Progress
 ) -> Reference:
-    recorded = find_recorded(located.directory, options.recorded)
-    if options.reference != "megatron" and recorded is not None:
-        return read_reference(recorded)
+    """What was recorded in fp32, else a live model's answer, else what was recorded at all."""
+    file = find_recorded(located, options.recorded)
+    if options.reference != "megatron" and file is not None:
+        recorded = read_recorded(file, located)
+        named = options.reference == "recorded" or options.recorded is not None
+        if named or not recorded.is_half or not can_run_megatron(located, options.python):
+            return recorded
+        progress.note(f"{file} is in {recorded.dtype}: the original is run again, in fp32")
     if options.reference == "recorded":
         raise ValidationError(
-            "no recorded logits",
+            "no recorded logits of this iteration",
             file=located.directory,
             expected=REFERENCE_NAME,
             hint="Record them in the training job with ckpt.validate.record_reference, "
             "or use the reference 'megatron'",
         )
-    from ckpt.validate.megatron_run import run_megatron  # noqa: PLC0415 - rarely needed
-
     return run_megatron(located, model, options, progress)
 
 
@@ -108,17 +114,12 @@ def _record(
     reference: Reference,
     report: ValidationReport,
 ) -> None:
-    if read_stage(model, "convert") is None:
+    converted = read_stage(model, "convert")
+    if converted is None:
         return
-    kept_file = model / REFERENCE_FILE
-    if not kept_file.is_file():
-        sequences, length, columns = reference.logits.shape
-        rows = max(1, min(sequences, _KEPT_VALUES // (columns * length)))
-        kept = min(length, max(2, _KEPT_VALUES // columns))
-        kept_file.parent.mkdir(exist_ok=True)
-        write_reference(
-            kept_file.parent, reference.input_ids[:rows, :kept], reference.logits[:rows, :kept]
-        )
+    came_along = {item["name"] for item in converted.get("outputs", ())}
+    if REFERENCE_FILE not in came_along:
+        write_reference((model / REFERENCE_FILE).parent, _trimmed(reference, located))
     section = {
         **report.as_dict(),
         "fingerprint": _fingerprint(model, located, options),
@@ -127,9 +128,23 @@ def _record(
     write_stage(model, "validate", section)
 
 
+def _trimmed(reference: Reference, located: Located) -> Reference:
+    """As much of the reference as serving is held to: 8 x 64 positions and 64 MB at most."""
+    sequences, length, columns = reference.logits.shape
+    kept = min(length, _KEPT_POSITIONS, max(2, _KEPT_VALUES // columns))
+    rows = max(1, min(sequences, _KEPT_SEQUENCES, _KEPT_VALUES // (columns * kept)))
+    return replace(
+        reference,
+        input_ids=reference.input_ids[:rows, :kept],
+        logits=reference.logits[:rows, :kept],
+        hidden={},
+        iteration=None if located.iteration is None else str(located.iteration),
+    )
+
+
 def _fingerprint(model: Path, located: Located, options: ValidateOptions) -> str:
     converted = read_stage(model, "convert") or {}
-    recorded = find_recorded(located.directory, options.recorded)
+    recorded = find_recorded(located, options.recorded)
     stamp = None
     if recorded is not None:
         state = recorded.stat()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from ckpt.progress import Progress
 
+_EXPERTS_CHOICE_SINCE = 5
+
 
 @dataclass(frozen=True)
 class HfAnswer:
@@ -38,18 +40,26 @@ def load_model(directory: Path) -> Any:  # noqa: ANN401 - a transformers model
     config = read_config(directory)
     verbosity.set_verbosity_error()
     verbosity.disable_progress_bar()
+    plain = {"attn_implementation": "eager"}
+    if int(transformers.__version__.split(".")[0]) >= _EXPERTS_CHOICE_SINCE:
+        plain["experts_implementation"] = "eager"
     try:
         model, report = auto.from_pretrained(
             directory,
             dtype=torch.float32,
-            attn_implementation="eager",
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,
+            **plain,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # libraries raise all kinds for a directory that is no model
         raise ModelError(f"transformers cannot load it: {error}", file=directory) from error
-    further = _further_layers(config)
+    _refuse_leftovers(directory, report, _further_layers(config))
+    return model.eval()
+
+
+def _refuse_leftovers(directory: Path, report: Any, further: tuple[str, ...]) -> None:  # noqa: ANN401
+    """Raise ModelError for weights that were not in the files, or were not used."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in report.get(kind) or ())
         keys = [key for key in keys if not key.startswith(further)]
@@ -57,7 +67,6 @@ def load_model(directory: Path) -> Any:  # noqa: ANN401 - a transformers model
             raise ModelError(
                 f"{len(keys)} {kind.replace('_', ' ')}: {', '.join(keys[:5])}", file=directory
             )
-    return model.eval()
 
 
 def _further_layers(config: dict[str, Any]) -> tuple[str, ...]:
@@ -68,7 +77,7 @@ def _further_layers(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of config.json; raises ModelError when it is absent or no JSON."""
+    """The content of config.json; raises ModelError when it is absent, no JSON, or no model's."""
     file = directory / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -76,7 +85,17 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"cannot read: {error}", file=file) from error
     if not isinstance(content, dict):
         raise ModelError("not a JSON object", file=file)
+    if not isinstance(content.get("vocab_size"), int):
+        found = content.get("vocab_size")
+        raise ModelError("no vocab_size", file=file, expected="a number", found=found)
     return content
+
+
+def longest_context(config: dict[str, Any]) -> int | None:
+    """The most positions that the model takes, if its config.json names it."""
+    names = ("max_position_embeddings", "n_positions")
+    found = next((config[name] for name in names if config.get(name)), None)
+    return None if found is None else int(found)
 
 
 def run_hf(directory: Path, input_ids: torch.Tensor, progress: Progress) -> HfAnswer:
@@ -84,14 +103,33 @@ def run_hf(directory: Path, input_ids: torch.Tensor, progress: Progress) -> HfAn
     model = load_model(directory)
     progress.start("running the converted model", input_ids.shape[0], "sequences")
     logits, hidden = [], []
+    last: list[torch.Tensor] = []
+    hook = _hook_last_layer(model, last)
     with torch.no_grad():
         for row in input_ids:
             answer = model(row[None], output_hidden_states=True, use_cache=False)
             logits.append(answer.logits.float())
-            hidden.append(answer.hidden_states or ())
+            # What transformers gives last has passed the final norm, so it is no residual
+            # stream; the hook has that of the last layer.
+            hidden.append((answer.hidden_states or ())[:-1])
             progress.advance(1)
     progress.finish()
-    # The last state has passed the final norm, so it is no residual stream.
-    layers = range(min((len(states) for states in hidden), default=1) - 1)
+    if hook is not None:
+        hook.remove()
+    layers = range(min(len(states) for states in hidden))
     streams = {layer: torch.cat([states[layer].float() for states in hidden]) for layer in layers}
+    if last and streams:
+        streams[len(layers)] = torch.cat(last).float()
     return HfAnswer(torch.cat(logits), streams)
+
+
+def _hook_last_layer(model: Any, seen: list[torch.Tensor]) -> Any:  # noqa: ANN401 - torch's handle
+    """Keep what the last layer gives, if the model has a list of layers; the hook, or None."""
+    lists = [part for part in model.base_model.children() if isinstance(part, torch.nn.ModuleList)]
+    if not lists:
+        return None
+
+    def keep(_module: object, _inputs: object, output: Any) -> None:  # noqa: ANN401
+        seen.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+
+    return max(lists, key=len)[-1].register_forward_hook(keep)

@@ -10,6 +10,10 @@ import torch
 from ckpt.errors import ValidationError
 
 _MIN_POSITIONS = 2
+_MIN_TOKENS = 2
+_LOGITS_DIM = 3
+# Values measured at a time: about ten arrays of doubles are alive meanwhile.
+_CHUNK_VALUES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class Agreement:
 
     Cosine, absolute difference and Kullback-Leibler divergence (natural logarithm, original
     against converted) are per position in double precision; ``top1`` is the share of
-    positions whose most likely token agrees.
+    positions whose most likely token agrees. ``spread`` is the standard deviation of the
+    original's logits; the worst position is the one with the largest difference.
     """
 
     positions: int
@@ -30,6 +35,8 @@ class Agreement:
     max_kl: float
     mean_kl: float
     top1: float
+    spread: float
+    first_position_diff: float
     worst_sequence: int
     worst_position: int
 
@@ -37,9 +44,52 @@ class Agreement:
         """The figures by name."""
         return asdict(self)
 
+    def allowed(self, max_abs_diff: float) -> float:
+        """The difference that ``max_abs_diff`` allows: logits near zero must be as exact."""
+        return max_abs_diff * min(1.0, self.spread)
+
     def passes(self, *, min_cosine: float, max_abs_diff: float) -> bool:
         """Whether every position is as close as asked for."""
-        return self.min_cosine >= min_cosine and self.max_abs_diff <= max_abs_diff
+        return self.min_cosine >= min_cosine and self.max_abs_diff <= self.allowed(max_abs_diff)
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """One layer's residual stream: the least cosine and the largest relative difference.
+
+    The relative difference is the norm of the difference over that of the original, at the
+    worst position. A cosine alone would not see a wrong scale.
+    """
+
+    min_cosine: float
+    max_relative_diff: float
+
+
+def check_input_ids(input_ids: torch.Tensor, vocabulary: int) -> None:
+    """Refuse token ids [B, S] that a model cannot take, or on which no fault would show.
+
+    Raises ValidationError. With one token throughout, attention gives the same whatever the
+    queries and keys are.
+    """
+    if input_ids.dim() != _MIN_TOKENS or not input_ids.numel():
+        raise ValidationError(
+            "no token ids", expected="input_ids [B, S]", found=list(input_ids.shape)
+        )
+    if input_ids.shape[1] < _MIN_POSITIONS:
+        raise ValidationError(
+            "too few positions: rotary faults are zero at the first one",
+            expected=f"at least {_MIN_POSITIONS}",
+            found=input_ids.shape[1],
+        )
+    least, most = int(input_ids.min()), int(input_ids.max())
+    if least < 0 or most >= vocabulary:
+        raise ValidationError(
+            "a token id lies outside the model's vocabulary",
+            expected=f"0 to {vocabulary - 1}",
+            found=f"{least} to {most}",
+        )
+    if least == most:
+        raise ValidationError("one token throughout: faults in attention would not show")
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor) -> Agreement:
@@ -48,7 +98,7 @@ def compare(original: torch.Tensor, converted: torch.Tensor) -> Agreement:
     The original may have padding columns behind the vocabulary; they are not compared.
     Raises ValidationError for logits on which no comparison could fail.
     """
-    if original.shape[:2] != converted.shape[:2]:
+    if original.dim() != _LOGITS_DIM or original.shape[:2] != converted.shape[:2]:
         raise ValidationError(
             "the two models answered for different positions",
             expected=list(original.shape[:2]),
@@ -61,65 +111,94 @@ def compare(original: torch.Tensor, converted: torch.Tensor) -> Agreement:
             expected=f"at least {vocabulary}",
             found=original.shape[-1],
         )
-    reference = original[..., :vocabulary].double()
-    _refuse_empty(reference, "the original")
+    original = original[..., :vocabulary]
+    _refuse_empty(original, "the original")
     _refuse_empty(converted, "the converted model")
-    return _measure(reference, converted.double())
+    return _measure(original, converted)
 
 
 def _refuse_empty(logits: torch.Tensor, whose: str) -> None:
     """A check that cannot fail is refused."""
-    if logits.shape[1] < _MIN_POSITIONS or logits.shape[0] < 1:
+    if logits.shape[0] < 1 or logits.shape[1] < _MIN_POSITIONS or logits.shape[2] < _MIN_TOKENS:
         raise ValidationError(
-            "too few positions: rotary faults are zero at the first one",
-            expected=f"at least {_MIN_POSITIONS}",
-            found=logits.shape[1],
+            f"too few logits of {whose}: rotary faults are zero at the first position",
+            expected=f"[at least 1, at least {_MIN_POSITIONS}, vocabulary]",
+            found=list(logits.shape),
         )
     if not torch.isfinite(logits).all():
         raise ValidationError(f"the logits of {whose} hold NaN or infinity")
     if (logits == logits[..., :1]).all():
         raise ValidationError(f"the logits of {whose} are constant, so nothing can be compared")
+    if (logits == logits[:1, :1]).all():
+        raise ValidationError(f"the logits of {whose} are the same at every position")
 
 
 def _measure(original: torch.Tensor, converted: torch.Tensor) -> Agreement:
-    cosine = torch.nn.functional.cosine_similarity(original, converted, dim=-1)
-    difference = (original - converted).abs()
-    per_position = difference.amax(-1)
-    kl = _divergence(original, converted)
-    worst = int(per_position.argmax())
-    same = original.argmax(-1) == converted.argmax(-1)
+    sequences, length, vocabulary = converted.shape
+    step = max(1, _CHUNK_VALUES // vocabulary)
+    pairs = zip(
+        torch.split(original.reshape(-1, vocabulary), step),
+        torch.split(converted.reshape(-1, vocabulary), step),
+        strict=True,
+    )
+    cosine, largest, mean, kl, same = (
+        torch.cat(parts)
+        for parts in zip(*(_measure_rows(a.double(), b.double()) for a, b in pairs), strict=True)
+    )
+    worst = int(largest.argmax())
     return Agreement(
-        positions=cosine.numel(),
-        longest=original.shape[1],
+        positions=sequences * length,
+        longest=length,
         min_cosine=float(cosine.min()),
         mean_cosine=float(cosine.mean()),
-        max_abs_diff=float(per_position.max()),
-        mean_abs_diff=float(difference.mean()),
+        max_abs_diff=float(largest.max()),
+        mean_abs_diff=float(mean.mean()),
         max_kl=float(kl.max()),
         mean_kl=float(kl.mean()),
-        top1=float(same.double().mean()),
-        worst_sequence=worst // original.shape[1],
-        worst_position=worst % original.shape[1],
+        top1=float(same.mean()),
+        spread=float(original.float().std()),
+        first_position_diff=float(largest[::length].max()),
+        worst_sequence=worst // length,
+        worst_position=worst % length,
     )
 
 
-def _divergence(original: torch.Tensor, converted: torch.Tensor) -> torch.Tensor:
+def _measure_rows(original: torch.Tensor, converted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Figures of each row of [rows, vocabulary]: cosine, largest, mean, divergence, same top."""
+    difference = (original - converted).abs()
     log_p, log_q = original.log_softmax(-1), converted.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)
+    return (
+        torch.nn.functional.cosine_similarity(original, converted, dim=-1),
+        difference.amax(-1),
+        difference.mean(-1),
+        (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0),
+        (original.argmax(-1) == converted.argmax(-1)).double(),
+    )
 
 
-def layer_cosines(
+def compare_layers(
     original: dict[int, torch.Tensor], converted: dict[int, torch.Tensor]
-) -> dict[int, float]:
-    """The least cosine over positions of each layer's residual stream, [sequences, positions, H].
+) -> dict[int, LayerAgreement]:
+    """The agreement of each layer's residual stream [sequences, positions, hidden].
 
-    Only layers that both sides give are compared.
+    Only layers that both sides give are compared. Raises ValidationError for other shapes.
     """
     return {
-        layer: float(
-            torch.nn.functional.cosine_similarity(
-                original[layer].double(), converted[layer].double(), dim=-1
-            ).min()
-        )
+        layer: _compare_layer(layer, original[layer], converted[layer])
         for layer in sorted(original.keys() & converted.keys())
     }
+
+
+def _compare_layer(layer: int, original: torch.Tensor, converted: torch.Tensor) -> LayerAgreement:
+    if original.shape != converted.shape:
+        raise ValidationError(
+            f"hidden states of layer {layer} have different shapes",
+            expected=list(original.shape),
+            found=list(converted.shape),
+        )
+    first, second = original.double(), converted.double()
+    cosine = torch.nn.functional.cosine_similarity(first, second, dim=-1)
+    size = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (first - second).norm(dim=-1) / size
+    # NaN is kept out of min and max by neither; it must not read as agreement.
+    return LayerAgreement(float(cosine.min()), float(relative.nan_to_num(torch.inf).max()))

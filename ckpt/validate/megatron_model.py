@@ -172,50 +172,57 @@ def _chunk(args, config, stage, *, te):
 
 @torch.no_grad()
 def forward(chunks, args, ids):
-    """Logits [B, S, V] of all ranks' columns, None where this rank has no head.
+    """Logits [B, S, V] of all ranks' columns, None where this rank has no head, and hidden states.
 
-    Megatron gives no logits beside a loss and computes the loss in place, so they are taken
-    by a hook on the head; heads that predict further tokens come first, the main one last.
+    These are the residual streams [B, S, H] behind this rank's layers by their number, 0 the
+    embedding's. Megatron gives no logits beside a loss and computes the loss in place, so they
+    are taken by a hook on the head; heads that predict further tokens come first, the main one
+    last.
     """
-    seen = []
+    logits, states = [], {}
 
-    def keep(_module, _inputs, output):
-        seen.append(output[0].detach().clone())
-
-    hooks = [
-        chunk.output_layer.register_forward_hook(keep) for chunk in chunks if chunk.post_process
-    ]
-    _run(chunks, ids)
-    for hook in hooks:
-        hook.remove()
-    if not seen:
-        return None
-    calls = 1 + (args.get("mtp_num_layers") or 0)
-    return torch.cat([_gather(local) for local in seen[calls - 1 :: calls]])
-
-
-def hidden_states(chunks, ids):
-    """The residual stream [B, S, H] behind each layer, 0 the embedding's; one rank only."""
-    seen = {}
+    def keep_logits(_module, _inputs, output):
+        logits.append(output[0].detach().clone())
 
     def keeper(layer):
         def keep(_module, _inputs, output):
             state = output[0] if isinstance(output, tuple) else output
-            seen.setdefault(layer, []).append(state.detach().transpose(0, 1).clone())
+            states.setdefault(layer, []).append(state.detach().transpose(0, 1).clone())
 
         return keep
 
-    decoder = chunks[0].decoder
-    hooks = [chunks[0].embedding.register_forward_hook(keeper(0))]
-    hooks += [
-        layer.register_forward_hook(keeper(number + 1))
-        for number, layer in enumerate(decoder.layers)
-    ]
-    with torch.no_grad():
-        _run(chunks, ids)
+    hooks = []
+    for chunk in chunks:
+        if chunk.pre_process:
+            hooks.append(chunk.embedding.register_forward_hook(keeper(0)))
+        hooks += [
+            layer.register_forward_hook(keeper(layer.layer_number))
+            for layer in chunk.decoder.layers
+        ]
+        if chunk.post_process:
+            hooks.append(chunk.output_layer.register_forward_hook(keep_logits))
+    _run(chunks, _whole_rounds(ids))
     for hook in hooks:
         hook.remove()
-    return {layer: torch.cat(states) for layer, states in seen.items()}
+    count = len(ids)
+    # the embedding is asked again for the tokens that further heads predict from
+    hidden = {layer: torch.cat(_main_calls(seen, ids)[:count]) for layer, seen in states.items()}
+    if not logits:
+        return None, hidden
+    calls = 1 + (args.get("mtp_num_layers") or 0)
+    return torch.cat([_gather(part) for part in logits[calls - 1 :: calls]])[:count], hidden
+
+
+def _whole_rounds(ids):
+    """Rows repeated until Megatron's interleaved schedule takes their number."""
+    stages = groups.get_pipeline_model_parallel_world_size()
+    missing = -len(ids) % stages
+    return torch.cat([ids, *[ids[:1]] * missing])
+
+
+def _main_calls(seen, ids):
+    calls = len(seen) // len(_whole_rounds(ids))
+    return seen[::calls]
 
 
 def _run(chunks, ids):

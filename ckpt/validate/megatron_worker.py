@@ -65,6 +65,7 @@ def main() -> None:
         args["expert_tensor_parallel_size"] = sizes.expert_tensor
         dense, expert = sizes.tensor, sizes.expert * sizes.expert_tensor
         world = sizes.pipeline * math.lcm(dense, expert)
+    stages = args.get("pipeline_model_parallel_size") or 1
     with tempfile.TemporaryDirectory() as place:
         torch.multiprocessing.start_processes(
             _rank,
@@ -72,6 +73,14 @@ def main() -> None:
             nprocs=world,
             start_method="fork",
         )
+    answer = {}
+    for stage in range(stages):
+        answer |= load_file(_part(request, stage))
+    save_file(answer, request["output"])
+
+
+def _part(request, stage):
+    return f"{request['output']}.{stage}"
 
 
 def _rank(rank, request, args, world, kind, rendezvous):
@@ -103,13 +112,12 @@ def _rank(rank, request, args, world, kind, rendezvous):
     else:
         _load_rank(chunks, directory, args)
     ids = load_file(request["inputs"])["input_ids"]
-    logits = model.forward(chunks, args, ids)
-    hidden = model.hidden_states(chunks, ids) if world == 1 else {}
-    first = groups.get_tensor_model_parallel_rank() == groups.get_data_parallel_rank() == 0
-    if logits is not None and first:
-        tensors = {"input_ids": ids, "logits": logits}
-        tensors |= {f"hidden_states.{layer}": state for layer, state in hidden.items()}
-        save_file(tensors, request["output"])
+    logits, hidden = model.forward(chunks, args, ids)
+    if groups.get_tensor_model_parallel_rank() == groups.get_data_parallel_rank() == 0:
+        tensors = {f"hidden_states.{layer}": state for layer, state in hidden.items()}
+        if logits is not None:
+            tensors |= {"input_ids": ids, "logits": logits}
+        save_file(tensors, _part(request, groups.get_pipeline_model_parallel_rank()))
     dist.barrier()
     dist.destroy_process_group()
 
