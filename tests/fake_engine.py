@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from ckpt.manifest import write_stage
 from ckpt.shards import REFERENCE_FILE
 
+T = TypeVar("T")
 SERVER = """
 import argparse, http.server, json, os, pathlib, signal, subprocess, sys, threading, time
 parser = argparse.ArgumentParser()
@@ -42,6 +43,11 @@ if fake in ("worker", "deaf", "slow-deaf"):
 scratch = pathlib.Path(os.environ["TMPDIR"])
 mark = "vllm_dist_fake%d" % os.getpid()
 (scratch / mark).write_text("")
+def leave(*_):
+    (scratch / mark).unlink(missing_ok=True)
+    os._exit(0)
+if fake not in ("deaf", "slow-deaf"):
+    signal.signal(signal.SIGTERM, leave)
 pathlib.Path("/dev/shm", mark + "-cpushm").write_text("")
 if fake == "slow":
     time.sleep(1)
@@ -211,6 +217,12 @@ def living_in_session(session: int) -> list[str]:
 def shared_memory(pid: int) -> list[Path]:
     """What the fake server with this id has left in shared memory."""
     return list(Path("/dev/shm").glob(f"vllm_dist_fake{pid}*"))
+
+
+def known(value: T | None) -> T:
+    """A value that must be there."""
+    assert value is not None
+    return value
 
 
 def environment() -> dict[str, str]:

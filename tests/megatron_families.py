@@ -69,9 +69,9 @@ BASE = dict(
     mscale_all_dim=0.0,
     mtp_num_layers=None,
 )
-MOE = dict(num_experts=6, moe_ffn_hidden_size=56)
-QWEN = dict(rotary_base=1000000, layernorm_epsilon=1e-6)
-DEEPSEEK = dict(
+MOE: dict[str, object] = dict(num_experts=6, moe_ffn_hidden_size=56)
+QWEN: dict[str, object] = dict(rotary_base=1000000, layernorm_epsilon=1e-6)
+DEEPSEEK: dict[str, object] = dict(
     num_layers=4,
     hidden_size=88,
     ffn_hidden_size=116,
@@ -104,7 +104,7 @@ DEEPSEEK = dict(
     moe_router_group_topk=2,
     moe_router_topk_scaling_factor=2.5,
 )
-LITE = dict(
+LITE: dict[str, object] = dict(
     q_lora_rank=None,
     rope_type="rope",
     rotary_scaling_factor=1.0,

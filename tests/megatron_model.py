@@ -248,7 +248,7 @@ def run(chunks, ids, *, forward_only):
 @torch.no_grad()
 def forward(chunks, args, ids):
     """Logits of the main head and of MTP's, whole; empty where this rank has no head."""
-    seen = []
+    seen: list[torch.Tensor] = []
     heads = [chunk for chunk in chunks if chunk.post_process]
     # a hook, since Megatron gives no logits beside a loss and computes that loss in place
     hooks = [head.output_layer.register_forward_hook(_keeper(seen)) for head in heads]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fake_engine
 import pytest
+from fake_engine import known
 
 from ckpt.config import ServeOptions
 from ckpt.errors import ServeError
@@ -69,7 +70,7 @@ def test_a_converted_model_is_served(tmp_path, scratch):
     place = tiny_llama(tmp_path / "m")
     chosen = ServeOptions(engine="embedded", port=0, foreign=True)
     with running_server(place, chosen, engines_root=tmp_path) as server:
-        answer = server.demonstrate(Silent())
+        answer = known(server.demonstrate(Silent()))
         text = server.as_text()
     assert answer.seconds > 0
     assert f"model {place}" in text

@@ -7,9 +7,11 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import fake_engine
 import pytest
+from fake_engine import known
 
 from ckpt.errors import ServeError
 from ckpt.serve.process import ServerProcess, _signals_held
@@ -75,7 +77,7 @@ def test_children_of_a_dead_server_are_ended_too(tmp_path):
         "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
         "'import time; time.sleep(600)'])",
     )
-    process._process.wait()
+    known(process._process).wait()
     assert fake_engine.living_in_session(process.pid)
     process.grace_seconds = 0.1
     process.stop()
@@ -85,7 +87,7 @@ def test_children_of_a_dead_server_are_ended_too(tmp_path):
 @pytest.mark.parametrize("code", [0, 1, 7])
 def test_any_exit_is_an_error_whatever_its_status(tmp_path, code):
     process = started(tmp_path, f"raise SystemExit({code})")
-    process._process.wait()
+    known(process._process).wait()
     with pytest.raises(ServeError, match=f"ended by itself with exit status {code}"):
         process.check_alive()
     process.stop()
@@ -99,14 +101,14 @@ INFO 01-01 00:00:00 [a.py:1] fine
 RuntimeError: Engine core initialization failed. See root cause above.
 """
     process = started(tmp_path, f"print({log!r})")
-    process._process.wait()
+    known(process._process).wait()
     assert process.cause() == "pkg.mod.KeyError: 'layers.0'"
     process.stop()
 
 
 def test_without_a_named_error_the_last_lines_are_shown(tmp_path):
     process = started(tmp_path, "print('one'); print('two')")
-    process._process.wait()
+    known(process._process).wait()
     assert process.cause() == "one / two"
     process.stop()
 
@@ -117,14 +119,14 @@ def test_temporary_files_and_shared_memory_of_this_run_alone_are_removed(scratch
         f"import os, pathlib; pathlib.Path(os.environ['TMPDIR'], {own!r}).touch();"
         f"pathlib.Path('/dev/shm', {own + '-cpushm'!r}).touch()"
     )
-    other = fake_engine.Path("/dev/shm", f"vllm_dist_fakeother{os.getpid()}-cpushm")
+    other = Path("/dev/shm", f"vllm_dist_fakeother{os.getpid()}-cpushm")
     other.touch()
     process = ServerProcess([sys.executable, "-c", program], {}, scratch)
     process.start()
-    process._process.wait()
-    assert fake_engine.Path("/dev/shm", own + "-cpushm").exists()
+    known(process._process).wait()
+    assert Path("/dev/shm", own + "-cpushm").exists()
     process.stop()
-    assert not fake_engine.Path("/dev/shm", own + "-cpushm").exists()
+    assert not Path("/dev/shm", own + "-cpushm").exists()
     assert not process._scratch.exists()
     assert process.log.exists()
     assert other.exists()

@@ -10,15 +10,17 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fake_engine
 import httpx
 import pytest
+from fake_engine import known
 
 from ckpt.config import ServeOptions
 from ckpt.errors import EngineError, OptionsError, ServeError
 from ckpt.progress import Silent
-from ckpt.serve import running_server, serve_model
+from ckpt.serve import RunningServer, running_server, serve_model
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -64,8 +66,8 @@ def test_a_good_server_is_ready_compared_and_gone_afterwards(model, python, tmp_
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
         assert fake_engine.shared_memory(server.process.pid)
         assert len(fake_engine.living_in_session(server.process.pid)) == 2
-        assert server.agreement.min_cosine > 0.9999999
-        assert server.agreement.positions == 16
+        assert known(server.agreement).min_cosine > 0.9999999
+        assert known(server.agreement).positions == 16
         facts = json.loads(json.dumps(server.as_dict()))
     assert facts["model"] == "model"
     assert facts["tensor_parallel"] == 1
@@ -112,8 +114,8 @@ def test_without_a_recording_the_text_says_so(python, tmp_path):
 def test_a_large_vocabulary_is_compared_by_log_probabilities(python, tmp_path):
     place = fake_engine.write_model(tmp_path / "m", config={"vocab_size": 5000})
     with running_server(place, options(python), engines_root=tmp_path) as server:
-        assert server.agreement.values == "log-probabilities of the top 20 tokens"
-        assert server.agreement.passed
+        assert known(server.agreement).values == "log-probabilities of the top 20 tokens"
+        assert known(server.agreement).passed
         assert "raw_logits" not in server.process.log.read_text()
 
 
@@ -125,7 +127,7 @@ def test_a_wrong_server_is_stopped(model, python, tmp_path, scratch):
 
 def test_a_server_that_is_near_enough_passes(model, python, tmp_path):
     with running_server(model, options(python, "near"), engines_root=tmp_path) as server:
-        assert 1e-4 < server.agreement.mean_abs_diff < 1e-3
+        assert 1e-4 < known(server.agreement).mean_abs_diff < 1e-3
 
 
 def test_a_slow_server_is_waited_for(model, python, tmp_path):
@@ -167,14 +169,14 @@ def test_a_server_that_hangs_at_the_first_question_is_given_up(model, python, tm
 
 def every_command_line(text):
     lines = []
-    for file in fake_engine.Path("/proc").glob("[0-9]*/cmdline"):
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             lines.append(file.read_text().replace("\0", " "))
     return [line for line in lines if text in line]
 
 
 def test_a_server_that_dies_later_is_an_error_even_with_status_0(model, python, tmp_path):
-    seen = []
+    seen: list[RunningServer] = []
     with pytest.raises(ServeError, match="ended by itself with exit status 0"):
         serve_model(
             fake_engine.write_model(tmp_path / "plain", reference=False),
@@ -187,7 +189,7 @@ def test_a_server_that_dies_later_is_an_error_even_with_status_0(model, python, 
 
 def test_a_chat_answer_streams_and_is_timed(model, python, tmp_path):
     with running_server(model, options(python), engines_root=tmp_path) as server:
-        answer = server.demonstrate(Silent())
+        answer = known(server.demonstrate(Silent()))
     assert (answer.text, answer.pieces) == ("Hello you", 2)
     assert 0 < answer.first_piece_seconds <= answer.seconds
     assert "user: What is a checkpoint?\nassistant: Hello you\n(2 pieces, first" in answer.as_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ckpt.validate.hf_run import run_hf
 from ckpt.validate.recorded import Reference, write_reference
 
 VOCAB, LAYERS, HEAD, LENGTH = 96, 3, 8, 64
-SHARED = dict(
+SHARED: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=40,
     intermediate_size=56,
@@ -28,8 +29,8 @@ SHARED = dict(
     max_position_embeddings=256,
     tie_word_embeddings=False,
 )
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-CONFIGS = {
+EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(
         **SHARED,
         rope_parameters={
@@ -184,7 +185,7 @@ LAST = LAYERS - 1
 ATTENTION, LAST_ATTENTION = f"{at(1)}self_attn.", f"{at(LAST)}self_attn."
 EARLIER_AGREE, ANY = "the first position", ""
 # Family, fault, the first layer that differs (None: behind the last), what the report guesses.
-FAULTS = {
+FAULTS: dict[str, Any] = {
     "two query heads of the last layer": (
         "llama", swapped_rows(f"{LAST_ATTENTION}q_proj.weight", HEAD), LAYERS, EARLIER_AGREE,
     ),

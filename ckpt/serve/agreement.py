@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-    from ckpt.serve.client import Client
 
 TOP = 20
 _SEQUENCES, _POSITIONS = 4, 64
@@ -88,7 +86,14 @@ class Question:
     raw_logits: bool
 
 
-def compare_with_original(client: Client, question: Question) -> Agreement:
+class Scores(Protocol):
+    """Who answers: a :class:`~ckpt.serve.client.Client`."""
+
+    def prompt_scores(self, ids: list[int], count: int) -> list[dict[int, float]]:
+        """For each position but the last, the values of ``count`` tokens (-1: all) by id."""
+
+
+def compare_with_original(client: Scores, question: Question) -> Agreement:
     """Send the recorded token ids, and hold what comes back to the recorded logits.
 
     With ``raw_logits`` the server gives every token's logit; else the log-probabilities of

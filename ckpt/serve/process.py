@@ -48,6 +48,7 @@ class ServerProcess:
         self.grace_seconds = GRACE_STARTING_SECONDS
         self._scratch = directory / "tmp"
         self._process: subprocess.Popen[bytes] | None = None
+        self._runs: set[str] = set()
 
     def start(self) -> None:
         """Start the process; call :meth:`stop` whatever happens afterwards."""
@@ -73,6 +74,7 @@ class ServerProcess:
 
     def check_alive(self) -> None:
         """Raise ServeError when the process has ended, with the cause that its log names."""
+        self._note_runs()
         code = self._process.poll() if self._process else None
         if code is not None:
             raise ServeError(
@@ -87,6 +89,7 @@ class ServerProcess:
         """
         if self._process is None:
             return
+        self._note_runs()
         try:
             self._end(self._process)
         finally:
@@ -129,11 +132,16 @@ class ServerProcess:
 
     def _remove_leftovers(self) -> None:
         """Remove sockets and shared memory of this run, of no other server's."""
-        for marker in self._scratch.glob("vllm_dist_*"):
-            for file in _SHARED_MEMORY.glob(f"*{marker.name}*"):
+        self._note_runs()
+        for run in self._runs:
+            for file in _SHARED_MEMORY.glob(f"{run}*"):
                 with contextlib.suppress(OSError):
                     file.unlink()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _note_runs(self) -> None:
+        """Remember how vLLM names its shared memory: the file that says so is gone at its end."""
+        self._runs |= {marker.name for marker in self._scratch.glob("vllm_dist_*")}
 
     def cause(self) -> str:
         """The first error that the log names, without the prefixes of vLLM's processes."""
