@@ -197,13 +197,20 @@ def convert(
     type=click.Choice(["auto", "recorded", "megatron"]),
     default="auto",
     show_default=True,
-    help="Logits recorded in training, or a live Megatron-Core model on the CPU.",
+    help="Logits recorded in training, or a live Megatron-Core model on the CPU; 'auto' takes "
+    "what is recorded in fp32, else what runs.",
 )
 @click.option("--recorded", type=a_path, help="File or directory of recorded logits.")
 @click.option(
     "--min-cosine", type=float, default=0.9999, show_default=True, help="At every position."
 )
-@click.option("--max-abs-diff", type=float, default=1e-3, show_default=True, help="Of any logit.")
+@click.option(
+    "--max-abs-diff",
+    type=float,
+    default=1e-3,
+    show_default=True,
+    help="Of any logit; a share of the logits' spread where that is below 1.",
+)
 @click.option(
     "--max-positions", type=int, default=512, show_default=True, help="For a live reference."
 )

@@ -70,7 +70,11 @@ class ConvertOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class ValidateOptions:
-    """What the converted model is held to. Differences are between fp32 logits."""
+    """What the converted model is held to.
+
+    Differences are between fp32 logits; ``max_abs_diff`` is a share of the logits' spread
+    where that is below 1.
+    """
 
     enabled: bool = True
     reference: Literal["auto", "recorded", "megatron"] = "auto"
