@@ -42,7 +42,7 @@ def file(tmp_path):
 
 def ask(file, change=lambda logits: logits, *, dtype="float32", raw=True, max_length=64):
     model = Model(file, change, raw=raw)
-    return compare_with_original(model, Question(file, VOCAB, max_length, dtype, raw))
+    return compare_with_original(model, Question(file, VOCAB, max_length, (dtype,), raw))
 
 
 def noise(size):
@@ -77,6 +77,18 @@ def test_rounding_passes_in_half_precision_only(file):
     assert not ask(file, noise(0.02), dtype="float32").passed
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_rounding_on_the_way_counts_even_if_it_was_not_the_server(file, dtypes):
+    model = Model(file, noise(0.02))
+    found = compare_with_original(model, Question(file, VOCAB, 64, dtypes, raw_logits=True))
+    assert (found.passed, found.precision) == (True, "half")
+
+
+def test_a_recording_in_half_precision_is_no_better_than_that(file):
+    save_file(load_file(file), file, metadata={"dtype": "bfloat16"})
+    assert ask(file, noise(0.02)).passed
+
+
 def test_one_position_off_fails_in_float32(file):
     def change(logits):
         logits[1, 4] = logits[1, 4, ::-1]
@@ -106,7 +118,9 @@ def test_values_that_are_no_numbers_are_an_error_on_either_side(file, tmp_path, 
     tensors["logits"][0, 0, 0] = value
     save_file(tensors, broken)
     with pytest.raises(ServeError, match="NaN or infinite"):
-        compare_with_original(Model(file), Question(broken, VOCAB, 64, "float32", raw_logits=True))
+        compare_with_original(
+            Model(file), Question(broken, VOCAB, 64, ("float32",), raw_logits=True)
+        )
 
 
 def test_a_recording_that_is_all_the_same_is_an_error(tmp_path):
@@ -121,14 +135,18 @@ def test_an_unreadable_recording_is_an_error(file, tmp_path, content):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(content)
     with pytest.raises(ServeError, match="cannot read the original's recorded logits"):
-        compare_with_original(Model(file), Question(broken, VOCAB, 64, "float32", raw_logits=True))
+        compare_with_original(
+            Model(file), Question(broken, VOCAB, 64, ("float32",), raw_logits=True)
+        )
 
 
 def test_a_recording_without_logits_is_an_error(file, tmp_path):
     broken = tmp_path / "broken.safetensors"
     save_file({"input_ids": np.zeros((1, 4), np.int64)}, broken)
     with pytest.raises(ServeError, match="cannot read the original's recorded logits"):
-        compare_with_original(Model(file), Question(broken, VOCAB, 64, "float32", raw_logits=True))
+        compare_with_original(
+            Model(file), Question(broken, VOCAB, 64, ("float32",), raw_logits=True)
+        )
 
 
 def test_the_answer_stays_small_for_a_large_vocabulary(tmp_path):
@@ -139,6 +157,6 @@ def test_the_answer_stays_small_for_a_large_vocabulary(tmp_path):
     save_file({"input_ids": ids, "logits": logits}, wide)
     model = Model(wide)
     model.logits = logits.astype(np.float64)
-    found = compare_with_original(model, Question(wide, 4000, 0, "float32", raw_logits=True))
+    found = compare_with_original(model, Question(wide, 4000, 0, ("float32",), raw_logits=True))
     assert model.asked == [12, 12]
     assert found.passed

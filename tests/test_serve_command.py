@@ -12,7 +12,7 @@ from ckpt.engines import Engine
 from ckpt.errors import EngineError, ServeError
 from ckpt.serve import devices as devices_module
 from ckpt.serve.command import check_representable, shown_host, vllm_command
-from ckpt.serve.devices import find_devices
+from ckpt.serve.devices import find_devices, has_amx
 from ckpt.serve.preflight import check_model
 from ckpt.serve.tensor_parallel import Devices
 
@@ -71,7 +71,7 @@ def test_latent_attention_on_a_cpu_avoids_the_wrong_kernel(tmp_path):
 
 
 def test_a_long_context_on_a_cpu_gets_room(tmp_path):
-    config = {"num_hidden_layers": 32, "max_position_embeddings": 32768, "dtype": "bfloat16"}
+    config = {"num_hidden_layers": 32, "max_position_embeddings": 32768, "dtype": "float16"}
     found = command(tmp_path, config=config)
     assert int(flag(found, "--kv-cache-memory-bytes")) == 2 * 32768 * 32 * (2 * 2 * 32) * 2
 
@@ -87,6 +87,30 @@ def test_a_stored_float32_stays_and_another_type_can_be_chosen(tmp_path):
     chosen = command(tmp_path / "other", dtype="bfloat16")
     assert chosen.dtype == flag(chosen, "--dtype") == "bfloat16"
     assert "as stored" not in " ".join(chosen.reasons)
+
+
+@pytest.mark.parametrize(
+    ("amx", "config", "dtype"),
+    [
+        (True, {}, "float32"),
+        (False, {}, "bfloat16"),
+        (True, {"hidden_size": 4096, "num_attention_heads": 32}, "bfloat16"),
+    ],
+)
+def test_tiny_matrices_in_bfloat16_are_kept_from_amx(tmp_path, monkeypatch, amx, config, dtype):
+    monkeypatch.setattr("ckpt.serve.command.has_amx", lambda: amx)
+    found = command(tmp_path, config={"dtype": "bfloat16", **config})
+    assert found.dtype == dtype
+    assert any("on AMX" in reason for reason in found.reasons) is (dtype == "float32")
+    on_gpu = command(tmp_path / "gpu", engine=GPU, devices=CARDS, config={"dtype": "bfloat16"})
+    assert on_gpu.dtype == "bfloat16"
+
+
+def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path):
+    flags = tmp_path / "cpuinfo"
+    assert not has_amx(flags)
+    flags.write_text("flags : avx2 avx512f amx_bf16 amx_tile\n")
+    assert has_amx(flags)
 
 
 def test_without_a_tokenizer_token_ids_are_served(tmp_path):

@@ -106,6 +106,18 @@ RuntimeError: Engine core initialization failed. See root cause above.
     process.stop()
 
 
+def test_warnings_are_no_cause_and_a_dead_worker_is(tmp_path):
+    log = """\
+(APIServer pid=4) WARNING 01-01 00:00:00 [a.py:1] ValueError: only a warm-up
+(EngineCore pid=5) ERROR 01-01 00:00:00 [b.py:2] Worker proc 0 died unexpectedly (exit code: -4)
+(EngineCore pid=5) ERROR 01-01 00:00:00 [b.py:2] RuntimeError: cancelled
+"""
+    process = started(tmp_path, f"print({log!r})")
+    known(process._process).wait()
+    assert process.cause() == "Worker proc 0 died unexpectedly (exit code: -4)"
+    process.stop()
+
+
 def test_without_a_named_error_the_last_lines_are_shown(tmp_path):
     process = started(tmp_path, "print('one'); print('two')")
     known(process._process).wait()

@@ -21,9 +21,11 @@ from ckpt.convert import convert_checkpoint
 from ckpt.errors import ServeError
 from ckpt.progress import Silent
 from ckpt.serve import running_server
+from ckpt.serve.devices import has_amx
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 MODEL = builders.Model(hidden=128, heads=4, groups=2, head_dim=32, ffn=192, vocab=260)
+WIDE = builders.variant(MODEL, layers=1, hidden=1024, heads=8, head_dim=64)
 VOCABULARY = 260
 MARKS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -60,13 +62,13 @@ def record(config, tensors, place):
     save_file({"input_ids": ids, "logits": logits}, place / "ckpt-reference.safetensors")
 
 
-def llama(place, tokenizer, **options):
+def llama(place, tokenizer, shape=MODEL, **options):
     """A Megatron checkpoint of tensor-parallel size 2 with a recording, converted."""
     from transformers import LlamaConfig
 
-    run = builders.write_legacy(place / "run", MODEL, tp=2)
-    config = LlamaConfig(**builders.hf_config(MODEL))
-    record(config, builders.hf_tensors(MODEL), run / "iter_0000010")
+    run = builders.write_legacy(place / "run", shape, tp=2)
+    config = LlamaConfig(**builders.hf_config(shape))
+    record(config, builders.hf_tensors(shape), run / "iter_0000010")
     convert_checkpoint(run, place / "model", ConvertOptions(tokenizer=tokenizer, **options))
     return place / "model"
 
@@ -162,7 +164,7 @@ def own_session():
 
 
 def test_half_precision_without_a_tokenizer_is_served_by_token_ids(tmp_path, vllm_python, scratch):
-    place = llama(tmp_path, None, dtype="bf16")
+    place = llama(tmp_path, None, WIDE, dtype="bf16")
     chosen = ServeOptions(python=vllm_python, port=0, tensor_parallel=1)
     with running_server(place, chosen, engines_root=tmp_path) as server:
         assert server.command.dtype == "bfloat16"
@@ -170,6 +172,16 @@ def test_half_precision_without_a_tokenizer_is_served_by_token_ids(tmp_path, vll
         assert known(server.agreement).max_abs_diff > 1e-4
         assert "no tokenizer: text requests will fail, token ids work" in server.reasons
         assert server.demonstrate(Silent()) is None
+
+
+def test_half_precision_of_a_tiny_model_is_served_on_any_cpu(
+    tmp_path, tokenizer, vllm_python, scratch
+):
+    place = llama(tmp_path, tokenizer, dtype="bf16")
+    chosen = ServeOptions(python=vllm_python, port=0, tensor_parallel=1)
+    with running_server(place, chosen, engines_root=tmp_path) as server:
+        assert server.command.dtype == ("float32" if has_amx() else "bfloat16")
+        assert known(server.agreement).precision == "half"
 
 
 def test_a_wrong_conversion_is_never_offered(tmp_path, tokenizer, vllm_python, scratch):

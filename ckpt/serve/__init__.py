@@ -133,9 +133,9 @@ def _compare(
         return None, "not compared with the original: no recorded reference"
     recorded = model.reference
     length = options.max_model_len or model.longest or 0
-    question = Question(
-        recorded, int(model.config["vocab_size"]), length, command.dtype, command.raw_logits
-    )
+    dtypes = (model.dtype, command.dtype)
+    vocab_size = int(model.config["vocab_size"])
+    question = Question(recorded, vocab_size, length, dtypes, command.raw_logits)
     agreement = compare_with_original(client, question)
     if not agreement.passed:
         raise ServeError(

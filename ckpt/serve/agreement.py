@@ -35,7 +35,7 @@ class Limits:
     max_diff: float
 
 
-_LIMITS = {"float32": Limits(0.9999, 0.9999, 1e-3, 1e-2)}
+_SINGLE = Limits(0.9999, 0.9999, 1e-3, 1e-2)
 _HALF = Limits(0.8, 0.99, 0.1, float("inf"))
 
 
@@ -55,6 +55,7 @@ class Agreement:
     mean_abs_diff: float
     max_abs_diff: float
     top1: float
+    precision: str
     passed: bool
 
     def as_text(self) -> str:
@@ -64,7 +65,8 @@ class Agreement:
             f"{word} with the original: {self.values} at {self.positions} positions, "
             f"cosine min {self.min_cosine:.7f}, mean {self.mean_cosine:.7f}; abs diff mean "
             f"{self.mean_abs_diff:.2e}, max {self.max_abs_diff:.2e} (logits spread over "
-            f"{self.spread:.2f}); top-1 agreement {self.top1:.1%}"
+            f"{self.spread:.2f}); top-1 agreement {self.top1:.1%}; limits of {self.precision} "
+            "precision"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,13 +78,14 @@ class Agreement:
 class Question:
     """What is asked: the recorded prompts, and how the server was set up to answer.
 
-    ``max_length`` is the longest context of the server, 0 if that is not known.
+    ``max_length`` is the longest context of the server, 0 if that is not known; ``dtypes``
+    are those of the stored and of the served model.
     """
 
     reference: Path
     vocab_size: int
     max_length: int
-    dtype: str
+    dtypes: tuple[str, ...]
     raw_logits: bool
 
 
@@ -100,7 +103,7 @@ def compare_with_original(client: Scores, question: Question) -> Agreement:
     its most likely tokens are compared with the original's of the same tokens. Raises
     ServeError when either side has nothing that can be compared.
     """
-    ids, logits = _read(question)
+    ids, logits, recorded_dtype = _read(question)
     if not np.isfinite(logits).all():
         raise ServeError("the recorded logits are NaN or infinite", file=question.reference)
     served: list[NDArray[np.float64]] = []
@@ -117,7 +120,7 @@ def compare_with_original(client: Scores, question: Question) -> Agreement:
             hits.append(tokens[int(answered.argmax())] == int(truth.argmax()))
     values = "logits" if question.raw_logits else f"log-probabilities of the top {TOP} tokens"
     return _measure(
-        served, original, values=values, dtype=question.dtype,
+        served, original, values=values, single=is_single((*question.dtypes, recorded_dtype)),
         spread=float(logits.std(axis=-1).mean()), top1=float(np.mean(hits)),
     )  # fmt: skip
 
@@ -128,8 +131,13 @@ def _log_softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def _read(question: Question) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The part of the recording that is asked about, without reading the rest."""
+def is_single(dtypes: tuple[str, ...]) -> bool:
+    """Whether nothing on the way was rounded to less than float32."""
+    return set(dtypes) == {"float32"}
+
+
+def _read(question: Question) -> tuple[NDArray[np.int64], NDArray[np.float32], str]:
+    """The part of the recording that is asked about, and the precision it was made with."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where a recording is
 
     file = question.reference
@@ -142,7 +150,8 @@ def _read(question: Question) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
             length = min(_POSITIONS, longest, ids.get_shape()[1])
             if question.max_length:
                 length = min(length, question.max_length - 1)
-            return ids[:rows, :length], logits[:rows, :length, : question.vocab_size]
+            dtype = (tensors.metadata() or {}).get("dtype", "float32")
+            return ids[:rows, :length], logits[:rows, :length, : question.vocab_size], dtype
     except (OSError, SafetensorError, IndexError, ValueError) as error:
         raise ServeError(
             f"cannot read the original's recorded logits: {error}", file=file
@@ -154,7 +163,7 @@ def _measure(
     original: list[NDArray[np.float64]],
     *,
     values: str,
-    dtype: str,
+    single: bool,
     spread: float,
     top1: float,
 ) -> Agreement:
@@ -165,8 +174,8 @@ def _measure(
         raise ServeError("the original's recorded logits are all the same: a broken recording")
     cosines = [a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + 1e-30) for a, b in pairs]
     apart = np.concatenate([np.abs(a - b) for a, b in pairs])
-    limits = _LIMITS.get(dtype, _HALF)
-    unit = max(1.0, spread) if dtype == "float32" else spread
+    limits = _SINGLE if single else _HALF
+    unit = max(1.0, spread) if single else spread
     return Agreement(
         values=values,
         positions=len(pairs),
@@ -176,6 +185,7 @@ def _measure(
         mean_abs_diff=float(apart.mean()),
         max_abs_diff=float(apart.max()),
         top1=top1,
+        precision="single" if single else "half",
         passed=bool(
             min(cosines) >= limits.min_cosine
             and np.mean(cosines) >= limits.mean_cosine

