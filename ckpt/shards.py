@@ -106,14 +106,8 @@ def read_header(file: Path) -> dict[str, TensorSpec]:
         raise ModelError("the file is missing", file=file) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read its header: {error}", file=file) from error
-    entries.pop("__metadata__", None)
-    specs, end = {}, 0
-    for name, entry in entries.items():
-        dtype = DType.__members__.get(entry["dtype"])
-        if dtype is None:
-            raise ModelError(f"unknown element type {entry['dtype']}", file=file, tensor=name)
-        specs[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
-        end = max(end, entry["data_offsets"][1])
+    specs = _parse_entries(entries, file)
+    end = sum(spec.nbytes for spec in specs.values())
     if size != 8 + length + end:
         raise ModelError(
             "the file is cut short or has bytes behind its tensors",
@@ -121,4 +115,28 @@ def read_header(file: Path) -> dict[str, TensorSpec]:
             expected=f"{8 + length + end} bytes",
             found=f"{size} bytes",
         )
+    return specs
+
+
+def _parse_entries(entries: Any, file: Path) -> dict[str, TensorSpec]:  # noqa: ANN401 - JSON
+    """The tensors of a header; they must follow each other without gaps or overlaps."""
+    specs: dict[str, TensorSpec] = {}
+    ranges = []
+    try:
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            dtype = DType.__members__.get(entry["dtype"])
+            if dtype is None:
+                raise ModelError(f"unknown element type {entry['dtype']}", file=file, tensor=name)
+            specs[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            ranges.append((start, end, specs[name].nbytes))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"damaged header: {error!r}", file=file) from error
+    at = 0
+    for start, end, nbytes in sorted(ranges):
+        if start != at or end - start != nbytes:
+            raise ModelError("the header's byte ranges do not fit its shapes", file=file)
+        at = end
     return specs

@@ -28,6 +28,10 @@ class DType(Enum):
     U8 = ("uint8", 1)
     BOOL = ("bool", 1)
 
+    def __setstate__(self, state: object) -> None:
+        """Refuse: a pickle that names a type must not change it."""
+        raise TypeError(f"an element type has no state, found {state!r:.40}")
+
     @property
     def torch_name(self) -> str:
         """The name that torch and transformers use, such as ``bfloat16``."""

@@ -8,6 +8,7 @@ derived from the tensors' shapes where these leave no doubt, or asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from math import log
 from typing import TYPE_CHECKING, Any
 
@@ -247,18 +248,42 @@ def parse_training_args(
     in for absent fields. Raises FamilyError naming a field that nothing decides.
     """
     fields = _Fields(values, shapes)
-    sizes = _sizes(fields)
-    parsed = {
-        **sizes,
-        **_attention(fields, sizes),
-        **_block(fields),
-        **_rope(fields),
-        **_experts(fields, sizes),
-        **_latent_attention(fields),
-        "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
-        "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
-    }
-    return TrainingArgs(**parsed, notes=tuple(fields.notes))
+    try:
+        sizes = _sizes(fields)
+        parsed = {
+            **sizes,
+            **_attention(fields, sizes),
+            **_block(fields),
+            **_rope(fields),
+            **_experts(fields, sizes),
+            **_latent_attention(fields),
+            "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
+            "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
+        }
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise FamilyError(f"a training argument is of the wrong kind: {error}") from error
+    args = TrainingArgs(**parsed, notes=tuple(fields.notes))
+    _check_kinds(args)
+    return args
+
+
+def _check_kinds(args: TrainingArgs) -> None:
+    """Raise FamilyError for a field that is no number where a number must be."""
+    kinds = {"int": int, "float": int | float, "bool": bool, "str": str}
+    for item in dataclass_fields(args):
+        name, _, optional = str(item.type).partition(" | ")
+        value, kind = getattr(args, item.name), kinds.get(name)
+        if kind is None or (optional and value is None):
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise FamilyError(
+                "a training argument is of the wrong kind",
+                expected=f"{item.name}: {name}",
+                found=repr(value)[:40],
+            )
+    for name in ("layers", "hidden_size", "heads", "groups", "head_dim", "padded_vocab_size"):
+        if getattr(args, name) < 1:
+            raise FamilyError(f"{name} must be at least 1", found=getattr(args, name))
 
 
 def _sizes(fields: _Fields) -> dict[str, Any]:

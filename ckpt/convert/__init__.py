@@ -12,7 +12,7 @@ from ckpt.arch import choose_architecture
 from ckpt.convert import staging
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan, describe_plan
-from ckpt.convert.write import Files, Written, run_checks, write_file
+from ckpt.convert.write import Files, Written, disk_faults, run_checks, write_file
 from ckpt.errors import OptionsError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.progress import Progress, Silent
@@ -176,11 +176,12 @@ def convert_checkpoint(
         run_checks(conversion.plan.checks, files, progress)
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
         written = _write_weights(conversion, stage, files, progress)
-    written += _write_beside(conversion, stage)
-    staging.check_written(stage, conversion.files)
-    staging.clear_receipts(stage)
-    section = _section(conversion, options, written, time.monotonic() - started)
-    write_stage(stage, "convert", section)
+    with disk_faults(stage):
+        written += _write_beside(conversion, stage)
+        staging.check_written(stage, conversion.files)
+        staging.clear_receipts(stage)
+        section = _section(conversion, options, written, time.monotonic() - started)
+        write_stage(stage, "convert", section)
     staging.publish(stage, output)
     return ConvertReport(output, section, conversion.notes)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -240,19 +240,29 @@ def write_file(
         progress.advance(sum(target.spec.nbytes for target in targets))
         return known
     part = directory / f"{name}{PART_SUFFIX}"
+    with disk_faults(part):
+        try:
+            written = _write_part(part, name, targets, files, progress)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        part.replace(directory / name)
+        write_json(directory / f"{name}{RECEIPT_SUFFIX}", asdict(written))
+    return written
+
+
+@contextmanager
+def disk_faults(file: Path) -> Iterator[None]:
+    """Turn what the disk refuses inside into an OutputError about ``file``."""
     try:
-        written = _write_part(part, name, targets, files, progress)
+        yield
     except OSError as error:
-        part.unlink(missing_ok=True)
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror)
         raise OutputError(
             f"cannot write: {reason}",
-            file=part,
+            file=file,
             hint="Make room; the same command goes on from here",
         ) from error
-    part.replace(directory / name)
-    write_json(directory / f"{name}{RECEIPT_SUFFIX}", asdict(written))
-    return written
 
 
 def _write_part(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import SourceError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -66,7 +68,7 @@ def parallelism_of(args: Mapping[str, Any]) -> Parallelism:
     """The sizes that the training arguments say; 1 where they say nothing."""
 
     def size(*names: str, default: int = 1) -> int:
-        return next((int(args[name]) for name in names if args.get(name)), default)
+        return count_in(args, *names) or default
 
     tensor = size("tensor_model_parallel_size", "model_parallel_size")
     pipeline = size("pipeline_model_parallel_size", "transformer_pipeline_model_parallel_size")
@@ -77,3 +79,17 @@ def parallelism_of(args: Mapping[str, Any]) -> Parallelism:
         expert=size("expert_model_parallel_size"),
         expert_tensor=size("expert_tensor_parallel_size", default=tensor),
     )
+
+
+def count_in(args: Mapping[str, Any], *names: str) -> int:
+    """The first of these training arguments that is set, 0 without one.
+
+    Raises SourceError for what is no number.
+    """
+    name = next((name for name in names if args.get(name)), None)
+    value = args[name] if name else 0
+    if not isinstance(value, int) or value < 0:
+        raise SourceError(
+            "a training argument is no count", expected=f"{name}: a number", found=repr(value)[:40]
+        )
+    return value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import SourceError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -21,6 +23,8 @@ def namespace(args: object) -> dict[str, Any]:
     """The fields of unpickled training arguments, a namespace or a dictionary."""
     if args is None:
         return {}
+    if not isinstance(args, dict) and not hasattr(args, "__dict__"):
+        raise SourceError("the training arguments are no namespace", found=repr(args)[:40])
     values = dict(args) if isinstance(args, dict) else dict(vars(args))
     values.pop("args", None)  # what a stub was called with
     return values

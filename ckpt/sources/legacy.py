@@ -8,13 +8,14 @@ layers are counted in the files, so any pipeline split is right.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources import names
-from ckpt.sources.checkpoint import Checkpoint, Parallelism, parallelism_of
+from ckpt.sources.checkpoint import Checkpoint, Parallelism, count_in, parallelism_of
 from ckpt.sources.flatten import flatten, namespace
 from ckpt.sources.locate import rank_directory
 from ckpt.sources.rows import reorder_qkv
@@ -105,7 +106,7 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _open(file: Path, reader: Reader) -> TorchArchive:
     archive = read_archive(file, reader)
     root = archive.root
-    if not isinstance(root, dict) or not any(str(key).startswith("model") for key in root):
+    if not isinstance(root, dict) or not _holds_models(root):
         raise SourceError(
             "holds no model",
             file=file,
@@ -113,6 +114,11 @@ def _open(file: Path, reader: Reader) -> TorchArchive:
             found=", ".join(str(key) for key in root) if isinstance(root, dict) else type(root),
         )
     return archive
+
+
+def _holds_models(root: dict[Any, Any]) -> bool:
+    models = [root[key] for key in root if re.fullmatch(r"model\d*", str(key))]
+    return bool(models) and all(isinstance(model, dict) for model in models)
 
 
 def _plain_args(archive: TorchArchive) -> dict[str, Any]:
@@ -251,7 +257,7 @@ class _Collector:
         [E, out, in].
         """
         stem, _, last = name.rpartition(".")
-        local = int(self.args.get("num_experts") or 0) // self.sizes.expert
+        local = count_in(self.args, "num_experts") // self.sizes.expert
         if stem.endswith(".mlp.experts") and last in {"weight1", "weight2"}:
             hidden = view.shape[0] if last == "weight1" else view.shape[1]
             inner = prod(view.shape) // max(1, local * hidden)
@@ -289,8 +295,8 @@ class _Collector:
         for stage in sorted(self._layers):
             offsets[stage] = total
             total += self._layers[stage]
-        expected = self.args.get("num_layers") or self.args.get("encoder_num_layers")
-        if expected is not None and total != int(expected):
+        expected = count_in(self.args, "num_layers", "encoder_num_layers")
+        if expected and total != expected:
             raise SourceError(
                 "the files do not hold all layers",
                 expected=f"{expected} layers",
@@ -304,7 +310,7 @@ class _Collector:
             yield rank.tp, name
             return
         sizes = self.sizes
-        local = int(self.args.get("num_experts") or 0) // sizes.expert
+        local = count_in(self.args, "num_experts") // sizes.expert
         world = max(sizes.tensor, sizes.expert * sizes.expert_tensor)
         held = {
             number % sizes.expert_tensor

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
+from ckpt.sources.checkpoint import count_in
 from ckpt.tensors import Shard, SourceTensor, View
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ def reorder_qkv(tensor: SourceTensor, args: Mapping[str, Any]) -> SourceTensor:
 
     Raises SourceError for grouped queries, which versions before 2 did not have.
     """
-    version = float(args.get("checkpoint_version") or 0)
+    stored = args.get("checkpoint_version") or 0
+    version = stored if isinstance(stored, int | float) else _MODERN
     if version >= _MODERN or ".linear_qkv." not in tensor.name:
         return tensor
-    heads = int(args.get("num_attention_heads") or 0)
+    heads = count_in(args, "num_attention_heads")
     if not heads or heads % len(tensor.shards):
         raise SourceError(
             "num_attention_heads does not fit the ranks", tensor=tensor.name, found=heads

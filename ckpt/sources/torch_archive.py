@@ -101,6 +101,8 @@ def read_archive(
         raise SourceError("no such file", file=file) from error
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", file=file) from error
+    except (OverflowError, ValueError, struct.error) as error:
+        raise SourceError(f"damaged archive: {error}", file=file, hint=_CUT_HINT) from error
 
 
 def _load(fd: int, file: Path, members: dict[str, Member], reader: Reader) -> TorchArchive:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
@@ -92,9 +93,45 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _check_index(metadata: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
+    """Raise SourceError unless everything that is read from the index has the form it must."""
     needed = ("state_dict_metadata", "storage_data")
     if not all(isinstance(getattr(metadata, name, None), dict) for name in needed):
         raise SourceError("not the index of a distributed checkpoint", file=index)
+    try:
+        for key, place in metadata.storage_data.items():
+            _check_place(key, place, index)
+        for name, entry in metadata.state_dict_metadata.items():
+            _check_entry(name, entry)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SourceError(f"damaged index: {error}", file=index) from error
+
+
+def _check_entry(name: Any, entry: Any) -> None:  # noqa: ANN401 - unpickled
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r:.40} where a name must be")
+    if hasattr(entry, "chunks"):
+        _check_numbers(*entry.size)
+    for chunk in getattr(entry, "chunks", ()):
+        _check_numbers(*chunk.offsets, *chunk.sizes)
+        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
+            raise ValueError(f"a part of another number of dimensions than {name}")
+
+
+def _check_place(key: Any, place: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
+    if not isinstance(key.fqn, str):
+        raise TypeError(f"{key.fqn!r:.40} where a name must be")
+    _check_numbers(*(getattr(key, "offset", None) or ()), place.offset, place.length)
+    name = place.relative_path
+    if PurePath(name).name != name or "\0" in name:
+        raise SourceError(
+            f"the index points outside the directory: {name}", file=index, tensor=key.fqn
+        )
+
+
+def _check_numbers(*values: object) -> None:
+    for value in values:
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{value!r:.40} where a size or a position must be")
 
 
 def _read_common(
@@ -156,7 +193,7 @@ def _list_items(metadata: Any, directory: Path) -> tuple[list[_Item], list[tuple
 
 
 def _item(name: str, entry: Any, places: dict[Any, Any], directory: Path) -> _Item:  # noqa: ANN401
-    dtype = _dtype(entry.properties)
+    dtype = _dtype(getattr(entry, "properties", None))
     if dtype is None:
         raise SourceError("element type is not supported", file=directory, tensor=name)
     chunks = []
@@ -166,12 +203,6 @@ def _item(name: str, entry: Any, places: dict[Any, Any], directory: Path) -> _It
         if place is None:
             raise SourceError(
                 f"the index names no file for its part at {list(start)}",
-                file=directory / ".metadata",
-                tensor=name,
-            )
-        if "/" in place.relative_path or place.relative_path.startswith(".."):
-            raise SourceError(
-                f"the index points outside the directory: {place.relative_path}",
                 file=directory / ".metadata",
                 tensor=name,
             )

@@ -202,8 +202,6 @@ class Reader:
         except UnsafePickleError as error:
             error.file = file
             raise
-        except (MemoryError, RecursionError, KeyboardInterrupt):
-            raise
         except Exception as error:
             message = f"damaged or foreign pickle: {type(error).__name__}: {error}"
             raise SourceError(message, file=file, hint="Copy the file again") from error
