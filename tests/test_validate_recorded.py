@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ckpt.validate.recorded import (
     write_reference,
 )
 
+NO_MODEL: Any = None  # what forward= is given does not matter
 IDS = torch.arange(12).reshape(2, 6)
 LOGITS = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(3))
 
@@ -40,13 +42,14 @@ class TinyGpt(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(20, 4, dtype=dtype))
         self.embedding.forward = lambda ids: self.weight[ids].transpose(0, 1)
         self.decoder = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList([Layer(), Layer()])
-        self.seen = None
+        self.layers = [Layer(), Layer()]
+        self.decoder.layers = torch.nn.ModuleList(self.layers)
+        self.seen: Any = None
 
     def forward(self, tokens, positions, mask):
         self.seen = (positions, mask, self.training)
         state = self.embedding(tokens)
-        for layer in self.decoder.layers:
+        for layer in self.layers:
             state, _ = layer(state)
         return (state @ self.weight.T).transpose(0, 1).float()  # as the half-precision wrapper
 
@@ -78,6 +81,11 @@ def parallel(monkeypatch, *, tp=1, tp_rank=0, pp=1, cp=1, data_rank=0):
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
 
 
+def written(file):
+    assert file is not None
+    return file
+
+
 def metadata(file):
     with safe_open(file, framework="pt") as opened:
         return opened.metadata()
@@ -85,9 +93,8 @@ def metadata(file):
 
 def test_a_megatron_model_is_recorded_with_its_layers(tmp_path):
     model = TinyGpt()
-    wrapped = SimpleNamespace(module=model, parameters=model.parameters)
     directory = tmp_path / "iter_0000250"
-    file = record_reference(model, IDS, directory, hidden_states=True)
+    file = written(record_reference(model, IDS, directory, hidden_states=True))
     assert file == directory / REFERENCE_NAME
     found = read_reference(file)
     assert torch.equal(found.input_ids, IDS)
@@ -98,8 +105,7 @@ def test_a_megatron_model_is_recorded_with_its_layers(tmp_path):
     assert metadata(file)["dtype"] == "float32"
     assert metadata(file)["producer"].startswith("ckpt ")
     assert not model._forward_hooks
-    assert not model.decoder.layers[0]._forward_hooks
-    assert wrapped.module is model
+    assert not model.layers[0]._forward_hooks
 
 
 def test_the_mask_is_true_where_a_position_must_not_look(tmp_path):
@@ -121,7 +127,7 @@ def test_dropout_is_off_meanwhile_and_on_again_afterwards(tmp_path):
 
 def test_the_precision_is_that_of_the_weights(tmp_path):
     """Megatron's wrapper answers in float32 whatever the model computes in."""
-    file = record_reference(TinyGpt(dtype=torch.bfloat16), IDS, tmp_path)
+    file = written(record_reference(TinyGpt(dtype=torch.bfloat16), IDS, tmp_path))
     assert read_reference(file).is_half
     assert load_file(file)["logits"].dtype == torch.float32
 
@@ -129,11 +135,11 @@ def test_the_precision_is_that_of_the_weights(tmp_path):
 def test_columns_of_tensor_parallel_ranks_are_gathered(tmp_path, monkeypatch):
     parallel(monkeypatch, tp=2)
     model = TinyGpt()
-    found = read_reference(record_reference(model, IDS, tmp_path))
+    found = read_reference(written(record_reference(model, IDS, tmp_path)))
     assert found.logits.shape == (2, 6, 40)
     assert torch.equal(found.logits[..., :20] + 1, found.logits[..., 20:])
-    model.parallel_output = False  # Megatron has gathered them itself
-    found = read_reference(record_reference(model, IDS, tmp_path))
+    model.parallel_output = False  # type: ignore[assignment] # Megatron has gathered them itself
+    found = read_reference(written(record_reference(model, IDS, tmp_path)))
     assert found.logits.shape == (2, 6, 20)
 
 
@@ -149,17 +155,19 @@ def test_a_model_in_stages_needs_a_forward_of_its_own(tmp_path, monkeypatch, spr
     parallel(monkeypatch, **spread)
     with pytest.raises(ValidationError, match="forward="):
         record_reference(TinyGpt(), IDS, tmp_path)
-    assert record_reference(None, IDS, tmp_path, forward=lambda _model, _ids: None) is None
-    file = record_reference(None, IDS, tmp_path, forward=lambda _model, _ids: LOGITS, iteration=7)
+    assert record_reference(NO_MODEL, IDS, tmp_path, forward=lambda _model, _ids: None) is None
+    file = written(
+        record_reference(NO_MODEL, IDS, tmp_path, forward=lambda _model, _ids: LOGITS, iteration=7)
+    )
     assert torch.equal(read_reference(file).logits, LOGITS)
     assert metadata(file)["iteration"] == "7"
 
 
 def test_what_proves_nothing_is_not_recorded(tmp_path):
     with pytest.raises(ValidationError, match="NaN"):
-        record_reference(None, IDS, tmp_path, forward=lambda *_: LOGITS * torch.nan)
+        record_reference(NO_MODEL, IDS, tmp_path, forward=lambda *_: LOGITS * torch.nan)
     with pytest.raises(ValidationError, match="do not fit"):
-        record_reference(None, IDS, tmp_path, forward=lambda *_: LOGITS[:, :3])
+        record_reference(NO_MODEL, IDS, tmp_path, forward=lambda *_: LOGITS[:, :3])
     with pytest.raises(ValidationError, match="not a Megatron GPTModel"):
         record_reference(torch.nn.Identity(), IDS, tmp_path, hidden_states=True)
     assert not (tmp_path / REFERENCE_NAME).exists()
@@ -198,7 +206,7 @@ def test_two_separate_files_are_read(tmp_path):
     save_file(tensors, tmp_path / "logits.safetensors")
     file = find_recorded(located(tmp_path / "x"), tmp_path)
     assert file == tmp_path / "logits.safetensors"
-    found = read_reference(file)
+    found = read_reference(written(file))
     assert torch.equal(found.logits, LOGITS)
     assert found.input_ids.dtype == torch.int64
     assert not found.is_half
@@ -209,6 +217,16 @@ def test_half_precision_is_told_by_the_stored_type(tmp_path):
     found = read_recorded(tmp_path / REFERENCE_NAME, located(tmp_path))
     assert found.dtype == "bfloat16"
     assert "bfloat16" in found.notes[0]
+
+
+def test_half_precision_is_told_by_rounded_values(tmp_path):
+    """Megatron's wrapper casts to float32 what it computed in half precision."""
+    file = tmp_path / "logits.safetensors"
+    for dtype in (torch.bfloat16, torch.float16):
+        save_file({"input_ids": IDS, "logits": LOGITS.to(dtype).float()}, file)
+        assert read_reference(file).dtype == str(dtype).removeprefix("torch.")
+    save_file({"input_ids": IDS, "logits": LOGITS}, file)
+    assert read_reference(file).dtype is None
 
 
 def test_what_was_named_must_be_there(tmp_path):

@@ -206,9 +206,17 @@ def read_reference(file: Path) -> Reference:
         logits.float(),
         {int(number): tensors[name] for name, number in numbers.items() if number.isdigit()},
         origin=f"recorded in {file.name}",
-        dtype=stored or metadata.get("dtype"),
+        dtype=stored or metadata.get("dtype") or _half_that_holds(logits),
         iteration=metadata.get("iteration"),
     )
+
+
+def _half_that_holds(logits: torch.Tensor) -> str | None:
+    """The half precision that every one of float32 logits was rounded to, if there is one."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(logits.to(dtype).float(), logits):
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def read_recorded(file: Path, located: Located) -> Reference:
