@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources.unpickle import Reader, StorageRef, TensorRef
-from ckpt.tensors import View
+from ckpt.tensors import DType, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +55,10 @@ class TorchArchive:
         member = self._members.get(tensor.storage.key)
         if member is None:
             raise SourceError("its storage is not in the file", file=self.file, tensor=name)
+        if not isinstance(tensor.dtype, DType):
+            raise SourceError(
+                "element type is not supported", file=self.file, tensor=name, found=tensor.dtype
+            )
         if len(tensor.shape) != len(tensor.strides) or min((*tensor.shape, 0)) < 0:
             raise SourceError("shape and strides do not fit", file=self.file, tensor=name)
         steps = zip(tensor.shape, tensor.strides, strict=True)

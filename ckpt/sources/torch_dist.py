@@ -122,7 +122,7 @@ def _check_place(key: Any, place: Any, index: Path) -> None:  # noqa: ANN401 - u
         raise TypeError(f"{key.fqn!r:.40} where a name must be")
     _check_numbers(*(getattr(key, "offset", None) or ()), place.offset, place.length)
     name = place.relative_path
-    if PurePath(name).name != name or "\0" in name:
+    if PurePath(name).name != name or name in {"", ".."} or "\0" in name:
         raise SourceError(
             f"the index points outside the directory: {name}", file=index, tensor=key.fqn
         )

@@ -31,6 +31,9 @@ _TORCH_DTYPES = {
     "double": DType.F64,
     "long": DType.I64,
 }
+# Types that no weight has, but that optimizer and random states may; read as their names.
+_OTHER_DTYPES = {"uint16", "uint32", "uint64", "complex32", "complex64", "complex128"}
+_OTHER_DTYPES |= {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"}
 _STORAGES = {
     "DoubleStorage": DType.F64,
     "FloatStorage": DType.F32,
@@ -261,6 +264,8 @@ class _Unpickler(pickle.Unpickler):
 def _torch_name(module: str, name: str) -> Any:  # noqa: ANN401 - dtype, storage or None
     if module == "torch" and name in _TORCH_DTYPES:
         return _TORCH_DTYPES[name]
+    if module == "torch" and name in _OTHER_DTYPES:
+        return name
     if module in {"torch", "torch.storage", "torch.cuda"} and name in _STORAGES:
         return _StorageType(_STORAGES[name])
     return None
