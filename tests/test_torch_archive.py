@@ -161,7 +161,7 @@ def test_an_element_type_that_no_weight_has_is_refused_when_it_is_a_weight(tmp_p
     file = tmp_path / "f.pt"
     torch.save({"w": BASE.to(torch.uint16), "type": torch.complex64}, file)
     archive = read_archive(file, Reader())
-    with pytest.raises(SourceError, match="element type is not supported.*uint16"):
+    with pytest.raises(SourceError, match=r"element type is not supported.*uint16"):
         archive.view(archive.root["w"], name="w")
 
 
