@@ -1,0 +1,212 @@
+"""Carrying out a plan: bounded windows, casts, receipts, and faults of either disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ckpt.convert import write
+from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
+from ckpt.convert.plan import Check, Target
+from ckpt.convert.write import Files, read_receipt, run_checks, windows, write_file
+from ckpt.errors import OutputError, SourceError
+from ckpt.layout import Copy, rectangles
+from ckpt.progress import Silent
+from ckpt.shards import TensorSpec
+from ckpt.tensors import DType, View, contiguous_strides
+
+NAME = "model.safetensors"
+
+
+def target_of(tensor, file, steps=(), name="w"):
+    """A whole tensor stored in a file of its own, to be written after ``steps``."""
+    dtype = DType.from_torch_name(str(tensor.dtype).removeprefix("torch."))
+    file.write_bytes(bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()))
+    view = View.contiguous(str(file), 0, dtype, tuple(tensor.shape))
+    copies = tuple(rectangles(view, contiguous_strides(view.shape), 0))
+    spec = TensorSpec(name, result_dtype(dtype, tuple(steps)), tuple(tensor.shape))
+    return Target(spec, dtype, copies, tuple(steps))
+
+
+def written(tmp_path, *targets):
+    with Files() as files:
+        report = write_file(tmp_path, NAME, targets, files, Silent())
+    return report, load_file(tmp_path / NAME)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 9), window=st.integers(1, 12),
+    turned=st.booleans(), ranks=st.integers(1, 3),
+)  # fmt: skip
+def test_windows_of_any_size_give_the_same_bytes(
+    tmp_path_factory, rows, columns, window, turned, ranks
+):
+    """Shards side by side, transposed or not; the window cuts rows and shards anywhere."""
+    place = tmp_path_factory.mktemp("x")
+    whole = np.arange(rows * columns * ranks, dtype=np.int32).reshape(rows, columns * ranks)
+    expected = np.ascontiguousarray(whole.T if turned else whole)
+    strides = (1, rows) if turned else (columns * ranks, 1)
+    copies = []
+    for rank, part in enumerate(np.split(whole, ranks, axis=1)):
+        (place / str(rank)).write_bytes(np.ascontiguousarray(part).tobytes())
+        view = View.contiguous(str(place / str(rank)), 0, DType.I32, part.shape)
+        copies += rectangles(view, strides, rank * columns * strides[1] * 4)
+    spec = TensorSpec("w", DType.I32, expected.shape)
+    with pytest.MonkeyPatch.context() as patch, Files() as files:
+        patch.setattr(write, "WINDOW_BYTES", 4 * window)
+        found = list(windows(files, Target(spec, DType.I32, tuple(copies))))
+    assert b"".join(part.tobytes() for part in found) == expected.tobytes()
+    assert all(part.nbytes <= 4 * window for part in found)
+
+
+@pytest.mark.parametrize("window", [8, 24, 1 << 20])
+@pytest.mark.parametrize("to", [DType.F32, DType.F16, DType.BF16])
+@pytest.mark.parametrize("start", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a27_casts_round_as_torch_does(tmp_path, monkeypatch, start, to, window):
+    """Ties to even, infinities, NaN, subnormals, negative zero; in windows of any size."""
+    monkeypatch.setattr(write, "WINDOW_BYTES", window)
+    values = torch.tensor(
+        [1.0, -0.0, math.pi, 1 + 2**-8, 1 + 3 * 2**-8, 65504, 65519, 65520, 70000, -1e38, 1e-30,
+         6e-8, 2e-8, -3e-8, math.inf, -math.inf, math.nan, 0.1]
+    ).to(start)  # fmt: skip
+    report, found = written(tmp_path, target_of(values, tmp_path / "f", [Cast(to)]))
+    expected = values.to(getattr(torch, to.torch_name))
+    assert torch.equal(found["w"].view(torch.uint8), expected.view(torch.uint8))
+    over = int((expected.isinf() & ~values.isinf()).sum())
+    under = int(((expected == 0) & (values != 0)).sum())
+    assert report.overflowed == ({"w": over} if over else {})
+    assert report.underflowed == ({"w": under} if under else {})
+
+
+def test_one_plus_a_gain_is_summed_in_fp32(tmp_path):
+    """1 + w needs more bits than a 16-bit w has; the type follows only when it is asked for."""
+    gains = (torch.rand(40) - 0.5).bfloat16()
+    report = CastReport()
+    stored = np.frombuffer(bytes(gains.view(torch.uint8).tolist()), np.uint8).copy()
+    found = apply_steps(stored, DType.BF16, (AddOne(),), name="n", report=report)
+    assert result_dtype(DType.BF16, (AddOne(),)) is DType.F32
+    assert found.tobytes() == (gains.float() + 1).numpy().tobytes()
+    steps = (AddOne(), Cast(DType.BF16))
+    _, content = written(tmp_path, target_of(gains, tmp_path / "f", steps))
+    assert torch.equal(content["w"], (gains.float() + 1).bfloat16())
+    back = apply_steps(found, DType.F32, (AddOne(-1),), name="n", report=report)
+    assert np.allclose(back.view(np.float32), gains.float().numpy(), atol=1e-7)
+
+
+def test_a_receipt_says_what_lies_there_and_a_second_call_writes_nothing(tmp_path):
+    import hashlib
+
+    target = target_of(torch.arange(6.0), tmp_path / "f")
+    first, _ = written(tmp_path, target)
+    content = (tmp_path / NAME).read_bytes()
+    assert first.size == len(content)
+    assert first.sha256 == hashlib.sha256(content).hexdigest()
+    (tmp_path / "f").unlink()  # the source is not needed any more
+    again, _ = written(tmp_path, target)
+    assert again == first
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no-receipt", "bad-receipt"])
+def test_a23_a_file_that_is_not_whole_is_written_again(tmp_path, damage):
+    target = target_of(torch.arange(6.0), tmp_path / "f")
+    written(tmp_path, target)
+    receipt = tmp_path / f"{NAME}.receipt.json"
+    if damage == "cut":
+        (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:-1])
+    elif damage == "gone":
+        (tmp_path / NAME).unlink()
+    elif damage == "no-receipt":
+        receipt.unlink()
+    else:
+        receipt.write_text("{")
+    assert read_receipt(tmp_path, NAME) is None
+    _, found = written(tmp_path, target)
+    assert torch.equal(found["w"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "Input/output error")]
+)
+def test_a23_a_disk_that_refuses_leaves_no_half_file(tmp_path, monkeypatch, number, words):
+    """The message says to run the same command again."""
+
+    def refuse(_fd):
+        raise OSError(number, "Input/output error")
+
+    target = target_of(torch.arange(6.0), tmp_path / "f")
+    monkeypatch.setattr(write.os, "fsync", refuse)
+    with pytest.raises(OutputError, match=words) as caught:
+        written(tmp_path, target)
+    assert "goes on from here" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_source_that_shrinks_while_it_is_read_is_an_error_with_its_name(tmp_path):
+    target = target_of(torch.arange(600.0), tmp_path / "source")
+    with (tmp_path / "source").open("r+b") as stream:
+        stream.truncate(1000)
+    with pytest.raises(SourceError, match="source: the file ended early"):
+        written(tmp_path, target)
+    (tmp_path / "source").unlink()
+    with pytest.raises(SourceError, match=r"source.*No such file"):
+        written(tmp_path, target)
+
+
+def test_many_source_files_never_hold_more_than_a_few_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "_OPEN_FILES", 3)
+    for number in range(8):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 4)
+    buffer = np.zeros(4, np.uint8)
+    with Files() as files:
+        for number in (*range(8), 0, 7, 3):
+            files.read_into(str(tmp_path / str(number)), 0, buffer)
+            assert buffer.tolist() == [number] * 4
+            assert len(files._open) <= 3
+    assert not files._open
+
+
+@pytest.mark.parametrize("gap", [1, 2, 40])
+def test_rows_with_gaps_are_read_whole_or_one_by_one(tmp_path, gap):
+    """Both ways give the same; wide gaps are not read."""
+    array = np.arange(7 * 3 * gap, dtype=np.int32).reshape(7, 3 * gap)
+    (tmp_path / "f").write_bytes(array.tobytes())
+    copy = Copy(str(tmp_path / "f"), 0, 12 * gap, 0, 12, 7, 12, 4)
+    spec = TensorSpec("w", DType.I32, (7, 3))
+    with Files() as files:
+        (window,) = windows(files, Target(spec, DType.I32, (copy,)))
+    assert np.array_equal(window.view(np.int32).reshape(7, 3), array[:, :3])
+
+
+@pytest.mark.parametrize("at", [0, 11, 23])
+def test_copies_that_differ_in_one_byte_are_found_in_any_window(tmp_path, monkeypatch, at):
+    monkeypatch.setattr(write, "WINDOW_BYTES", 8)
+    content = bytearray(range(24))
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "same").write_bytes(content)
+    content[at] ^= 1
+    (tmp_path / "b").write_bytes(content)
+    view = {name: View.contiguous(str(tmp_path / name), 0, DType.F32, (6,))
+            for name in ("a", "b", "same")}  # fmt: skip
+    with Files() as files:
+        run_checks([Check("norm", view["a"], view["same"])], files, Silent())
+        with pytest.raises(SourceError, match="norm: two stored copies") as caught:
+            run_checks([Check("norm", view["a"], view["b"])], files, Silent())
+    assert str(tmp_path / "a") in str(caught.value)
+    assert str(tmp_path / "b") in str(caught.value)
+
+
+def test_a_receipt_is_plain_json(tmp_path):
+    values = torch.tensor([70000.0, 1.0])
+    written(tmp_path, target_of(values, tmp_path / "f", [Cast(DType.F16)]))
+    receipt = json.loads((tmp_path / f"{NAME}.receipt.json").read_text())
+    assert receipt["overflowed"] == {"w": 1}
