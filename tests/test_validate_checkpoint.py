@@ -21,6 +21,7 @@ from ckpt.errors import EXIT_FAILED, ModelError, ValidationError
 from ckpt.manifest import read_stage
 from ckpt.progress import Silent
 from ckpt.shards import REFERENCE_FILE
+from ckpt.sources import locate
 from ckpt.validate import validate_checkpoint, validation_is_current
 from ckpt.validate.hf_run import run_hf
 from ckpt.validate.megatron_run import input_ids, megatron_version
@@ -263,6 +264,22 @@ def test_a_python_without_megatron_is_told(tmp_path, monkeypatch):
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     program.chmod(0o755)
     assert megatron_version(program) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"),
+    [(None, False), ("0.15.3", False), ("0.16.0rc1", True), ("1.0", True), ("from source", True)],
+)
+def test_only_a_recent_megatron_is_the_reference(place, monkeypatch, version, runs):
+    """Newer ones read older checkpoints, so nothing is lost."""
+    from ckpt.validate import megatron_run
+
+    run, out, _ = place
+    monkeypatch.setattr(megatron_run, "megatron_version", lambda _python: version)
+    assert megatron_run.can_run_megatron(locate(run), None) is runs
+    if not runs:
+        with pytest.raises(ValidationError, match=r"too old|not installed"):
+            validate_checkpoint(run, out, ValidateOptions(reference="megatron"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _SEED = 20240229
 _TIMEOUT_SECONDS = 3600
+_OLDEST = (0, 16)  # it reads what older ones wrote
 _FORMATS = ("torch_dist", "torch")
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Megatron itself is not imported: that takes seconds.
@@ -47,7 +49,13 @@ _TEXT = (
 
 def can_run_megatron(located: Located, python: Path | None) -> bool:
     """Whether the format is one that Megatron-Core loads, and Megatron-Core is there."""
-    return located.format in _FORMATS and megatron_version(python) is not None
+    version = megatron_version(python) if located.format in _FORMATS else None
+    return version is not None and not _is_too_old(version)
+
+
+def _is_too_old(version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < _OLDEST
 
 
 def megatron_version(python: Path | None) -> str | None:
@@ -85,6 +93,13 @@ def run_megatron(
             expected=REFERENCE_NAME,
             hint="Record logits in the training job with ckpt.validate.record_reference, or "
             "pip install 'megatron-to-vllm[megatron]', or name a Python that has it",
+        )
+    if _is_too_old(version):
+        raise ValidationError(
+            "this megatron-core is too old to be the reference",
+            file=options.python or sys.executable,
+            expected=f"{_OLDEST[0]}.{_OLDEST[1]} or newer, which reads older checkpoints too",
+            found=version,
         )
     checkpoint = open_source(located.directory)
     ids = input_ids(model, options.max_positions)
