@@ -7,6 +7,7 @@ derived from the tensors' shapes where these leave no doubt, or asked for.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from math import log
@@ -303,8 +304,18 @@ def _sizes(fields: _Fields) -> dict[str, Any]:
         "padded_vocab_size": padded,
         "vocab_size": fields.get("vocab_size", default=None),
         "seq_length": fields.get("seq_length", default=None),
-        "max_positions": fields.value("max_position_embeddings", "seq_length"),
+        "max_positions": _max_positions(fields),
     }
+
+
+def _max_positions(fields: _Fields) -> Any:  # noqa: ANN401 - any field
+    positions = fields.value("max_position_embeddings", default=None)
+    if positions is None:
+        positions = fields.value("max_position_embeddings", "seq_length")
+        fields.notes.append(
+            f"assumed max_position_embeddings = {positions}, the length of training's sequences"
+        )
+    return positions
 
 
 def _layer_number(name: str) -> int | None:
@@ -506,5 +517,16 @@ def parse_overrides(texts: tuple[str, ...]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier():
             raise OptionsError("--set needs NAME=VALUE", found=text)
-        values[name] = yaml.safe_load(value)
+        values[name] = _plain_value(text, value)
     return values
+
+
+def _plain_value(text: str, value: str) -> object:
+    try:
+        found: object = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise OptionsError("--set needs NAME=VALUE with a value in YAML", found=text) from error
+    if isinstance(found, str):
+        with suppress(ValueError):  # YAML 1.1 takes 1e6 for text
+            return float(found)
+    return found

@@ -1,0 +1,245 @@
+"""Every table in the registry, against transformers' own model of that class."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from builders import random
+
+from ckpt.arch import ARCHITECTURES, choose_architecture
+from ckpt.arch.table import Architecture, Const
+from ckpt.convert.facts import fact, known_facts
+from ckpt.convert.hf_files import build_config
+from ckpt.convert.plan import build_plan
+from ckpt.convert.write import Files, windows
+from ckpt.errors import FamilyError
+from ckpt.layout import Cut
+from ckpt.sources import Checkpoint, Parallelism
+from ckpt.tensors import DType, Shard, SourceTensor, View
+from ckpt.training import TrainingArgs, parse_training_args
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVERY = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+LAYERS, VOCABULARY, PADDING, TP = 3, 19, 5, 2
+BASE = parse_training_args(
+    {
+        "num_layers": LAYERS, "hidden_size": 24, "num_attention_heads": 4, "kv_channels": 6,
+        "group_query_attention": True, "num_query_groups": 2, "ffn_hidden_size": 36,
+        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY + PADDING,
+        "max_position_embeddings": 32, "layernorm_epsilon": 3e-5, "rotary_base": 5000,
+        "position_embedding_type": "rope", "add_bias_linear": False,
+        "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 7,
+    },
+    {},
+)  # fmt: skip
+EXPERTS = {"experts": 6, "expert_ffn": 20, "router_topk": 2, "moe_layers": (False, True, True)}
+# What makes a property of TrainingArgs true; a table that expects another one adds a line.
+MADE_TRUE = {
+    "is_moe": EXPERTS,
+    "all_moe": {**EXPERTS, "moe_layers": (True,) * LAYERS},
+    "moe_is_suffix": {},
+    "has_shared_expert": {"shared_ffn": 40},
+    "shared_divides": {"shared_ffn": 40},
+    "multi_head": {"groups": 4},
+    "plain_head_dim": {},
+    "four_times_ffn": {"ffn_hidden_size": 96},
+}
+
+
+def variants(architecture: Architecture) -> list[TrainingArgs]:
+    """Models that the family can represent: made from what it expects, then varied."""
+    args = BASE
+    for name, allowed in architecture.expects.items():
+        if name in MADE_TRUE and allowed == (True,):
+            args = replace(args, **MADE_TRUE[name])
+    for name, allowed in architecture.expects.items():
+        if name in {item.name for item in fields(TrainingArgs)}:
+            args = replace(args, **{name: allowed[0]})
+    found = []
+    for tied, bias, rank in itertools.product([False, True], [False, True], [None, 12]):
+        one = replace(args, tied=tied, linear_bias=bias, qkv_bias=args.qkv_bias or bias)
+        one = replace(one, q_lora_rank=rank if args.mla else None)
+        if not architecture.mismatches(one) and one not in found:
+            found.append(one)
+    return found
+
+
+@EVERY
+def test_names_that_a_table_uses_exist(architecture):
+    """Facts of config.json, conditions, sizes and expectations are fields or properties."""
+    facts = {value for value in architecture.config.values() if not isinstance(value, Const)}
+    assert facts <= known_facts()
+    used = set(architecture.expects)
+    for rule in architecture.rules:
+        used |= {rule.when.lstrip("!")} if rule.when else set()
+        used |= {rule.layout.rows} if rule.layout.rows else set()
+    for name in used:
+        assert hasattr(BASE, name), name
+
+
+def test_an_unknown_fact_is_an_error():
+    with pytest.raises(AttributeError, match="no_such_fact"):
+        fact("no_such_fact", BASE)
+
+
+@EVERY
+def test_patterns_are_distinct_and_well_formed(architecture):
+    """No two rows that hold at once take one tensor, and none fill one target twice."""
+    for args in variants(architecture):
+        for scope in ("dense", "moe"):
+            rules = [
+                rule
+                for rule in architecture.rules
+                if rule.applies(args) and rule.layers in {"all", scope}
+            ]
+            sources = [rule.source for rule in rules]
+            targets = [target for rule in rules for target in rule.targets]
+            assert len(sources) == len(set(sources))
+            assert len(targets) == len(set(targets))
+    for rule in architecture.rules:
+        for text in (rule.source, *rule.targets, *rule.mtp_copies):
+            text.format(layer=0, expert=0, mtp=0)
+        assert rule.targets
+
+
+def test_names_and_aliases_belong_to_one_family():
+    names = [name for item in ARCHITECTURES.values() for name in (item.name, *item.aliases)]
+    assert len(names) == len(set(names))
+    assert all(key == item.name for key, item in ARCHITECTURES.items())
+
+
+@EVERY
+def test_a_family_is_found_by_every_name_and_by_itself(architecture):
+    """A model that it expects is given to it, or to one before it that fits as well."""
+    for args in variants(architecture):
+        for name in (architecture.name, *architecture.aliases):
+            assert choose_architecture(args, name) is architecture
+        chosen = choose_architecture(args)
+        order = list(ARCHITECTURES.values())
+        assert order.index(chosen) <= order.index(architecture)
+        assert not chosen.mismatches(args)
+
+
+def test_a_model_that_no_family_fits_is_told_why():
+    args = replace(BASE, normalization="L2Norm")
+    with pytest.raises(FamilyError, match="normalization is 'L2Norm'"):
+        choose_architecture(args)
+    with pytest.raises(FamilyError, match="did you mean qwen3"):
+        choose_architecture(BASE, "qwen33")
+    with pytest.raises(FamilyError, match=r"family llama cannot .* 'L2Norm'"):
+        choose_architecture(args, "llama")
+
+
+def expected_rows(architecture, args):
+    """(row, training name, target names) of every tensor the model has."""
+    for rule in architecture.rules:
+        if not rule.applies(args) or "{mtp}" in rule.source:
+            continue
+        layers = range(args.layers) if "{layer}" in rule.source else [None]
+        for layer in layers:
+            if layer is not None and not rule.has_layer(args, layer):
+                continue
+            for expert in range(args.experts) if "{expert}" in rule.source else [None]:
+                names = [t.format(layer=layer, expert=expert) for t in rule.targets]
+                yield rule, rule.source.format(layer=layer, expert=expert), names, expert
+
+
+def megatron_tensor(rule, names, expert, truth, args):
+    """The whole training tensor that these Hugging Face tensors came from, by plain indexing."""
+    parts = []
+    for name, pattern in zip(names, rule.targets, strict=True):
+        part = truth[name]
+        if expert is not None and "{expert}" not in pattern:
+            part = part[expert]
+        parts.append(part.mT if rule.layout.transposed else part)
+    heads, groups, width = args.heads, args.groups, args.head_dim
+    match rule.layout.cut:
+        case Cut.WHOLE:
+            return parts[0]
+        case Cut.VOCABULARY:
+            return torch.cat([parts[0], random("padding", PADDING, *parts[0].shape[1:])])
+        case Cut.GATE_UP:
+            return torch.cat(parts)
+        case Cut.INTERLEAVED_GATE_UP:
+            return torch.cat([parts[0][0::2], parts[0][1::2]])
+        case Cut.FLAT_QKV:
+            parts = parts[0].split([heads * width, groups * width, groups * width])
+    query, key, value = parts
+    rows = []
+    for group in range(groups):
+        wide = heads // groups * width
+        rows.append(query[group * wide : (group + 1) * wide])
+        rows += [side[group * width : (group + 1) * width] for side in (key, value)]
+    return torch.cat(rows)
+
+
+def ranks_of(rule, whole, args):
+    """What each tensor-parallel rank holds."""
+    layout = rule.layout
+    if layout.dim is None or (layout.rows and getattr(args, layout.rows) % TP):
+        return [whole] * TP
+    blocks = [block.chunk(TP, layout.dim) for block in whole.chunk(layout.parts, layout.dim)]
+    return [torch.cat([block[rank] for block in blocks], layout.dim) for rank in range(TP)]
+
+
+def stored(architecture, args, truth, file):
+    """A checkpoint whose tensors lie end to end in one file."""
+    tensors, content = [], b""
+    for rule, name, names, expert in expected_rows(architecture, args):
+        whole = megatron_tensor(rule, names, expert, truth, args)
+        shards = []
+        for rank, part in enumerate(ranks_of(rule, whole, args)):
+            view = View.contiguous(str(file), len(content), DType.F32, tuple(part.shape))
+            shards.append(Shard(view, rank=rank))
+            content += part.contiguous().numpy().tobytes()
+        tensors.append(SourceTensor(name, DType.F32, tuple(shards)))
+    file.write_bytes(content)
+    return Checkpoint(
+        "torch", file.parent, 1, {}, Parallelism(tensor=TP), tuple(tensors), {}, (), (file,), ()
+    )
+
+
+def saved_by_transformers(config, place: Path):
+    """Names and random values of a model that transformers builds from our config.json."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
+    assert type(model).__name__ == config["architectures"][0]
+    with torch.no_grad():
+        for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if value.is_floating_point() and "inv_freq" not in name:
+                value.copy_(random(name, *value.shape))
+    model.save_pretrained(place)
+    return load_file(place / "model.safetensors")
+
+
+@EVERY
+def test_a06_the_table_fills_exactly_the_tensors_that_transformers_has(architecture, tmp_path):
+    """The same names and shapes, and each element where transformers had it before."""
+    models = variants(architecture)
+    assert models
+    for number, args in enumerate(models):
+        config = build_config(architecture, args, vocab_size=VOCABULARY, dtype=DType.F32)
+        truth = saved_by_transformers(config, tmp_path / str(number))
+        filled = {name for *_, names, _ in expected_rows(architecture, args) for name in names}
+        assert filled == set(truth)
+        checkpoint = stored(architecture, args, truth, tmp_path / f"{number}.bin")
+        plan = build_plan(checkpoint, args, architecture, vocab_size=VOCABULARY, dtype=None)
+        assert {t.spec.name: t.spec.shape for t in plan.targets} == {
+            name: tuple(value.shape) for name, value in truth.items()
+        }
+        assert plan.padding_rows == PADDING
+        with Files() as files:
+            for target in plan.targets:
+                content = b"".join(part.tobytes() for part in windows(files, target))
+                assert content == truth[target.spec.name].numpy().tobytes(), target.spec.name
