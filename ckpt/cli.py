@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -64,7 +64,14 @@ quiet_option = click.option("--quiet", is_flag=True, help="Print no progress.")
 a_path = click.Path(path_type=Path)
 
 
-class _Iteration(click.ParamType[Any]):
+if TYPE_CHECKING:
+    _AnyType = click.ParamType[Any]
+    _IntType = click.ParamType[int]
+else:  # generic only since click 8.4
+    _AnyType = _IntType = click.ParamType
+
+
+class _Iteration(_AnyType):
     """``latest``, ``release`` or a number."""
 
     name = "latest|release|N"
@@ -78,7 +85,7 @@ class _Iteration(click.ParamType[Any]):
         return int(value)
 
 
-class _Size(click.ParamType[int]):
+class _Size(_IntType):
     """A number of bytes, with a unit or without."""
 
     name = "SIZE"

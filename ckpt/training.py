@@ -188,6 +188,20 @@ class TrainingArgs:
         return self.q_lora_rank or 0
 
 
+_COUNTS = {"num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads"}
+_COUNTS |= {"num_query_groups", "num_key_value_heads", "kv_channels", "ffn_hidden_size"}
+_COUNTS |= {"padded_vocab_size", "vocab_size", "max_position_embeddings", "seq_length"}
+_COUNTS |= {"num_experts", "moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"}
+_COUNTS |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
+
+
+def _checked(name: str, value: Any) -> Any:  # noqa: ANN401 - any field
+    """The value; raises FamilyError for a size that is no whole number."""
+    if name in _COUNTS and value is not None and type(value) is not int:
+        raise FamilyError(f"training argument {name} is no whole number", found=repr(value)[:40])
+    return value
+
+
 class _Fields:
     """Reads fields of the namespace, accepting old names, and keeps notes."""
 
@@ -199,7 +213,7 @@ class _Fields:
         """The first of the names that the namespace has; its default if none is there."""
         for name in names:
             if name in self.values:
-                return self.values[name]
+                return _checked(name, self.values[name])
         if default is _REQUIRED:
             raise FamilyError(
                 f"the training arguments lack {' / '.join(names)}",
