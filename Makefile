@@ -16,7 +16,7 @@ CKPT := $(VENV)/bin/ckpt
 CODE := ckpt tests examples tools benchmarks
 # Tests and examples are checked where they have types; fixtures come without.
 UNTYPED := --allow-untyped-defs --allow-incomplete-defs --allow-untyped-calls
-UNTYPED += --no-check-untyped-defs --no-warn-unused-ignores
+UNTYPED += --no-check-untyped-defs --no-warn-unused-ignores --cache-dir .mypy_cache/tests
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
