@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +22,14 @@ from builders import (
     foreign_module,
     hf_tensors,
     write_legacy,
+    write_tokenizer,
     write_torch_dist,
 )
 from safetensors.torch import load_file
 
+from ckpt.cli import main
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint
+from ckpt.convert import convert_checkpoint, staging
 from ckpt.convert import write as writer_module
 from ckpt.convert.staging import stage_path
 from ckpt.errors import OutputError
@@ -43,11 +48,25 @@ def run_ckpt(*arguments):
     )
 
 
-def assert_refused(source, out, *words):
-    done = run_ckpt("convert", source, out, "--quiet")
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 1, done.stderr
-    assert len(lines) == 1, done.stderr
+def run_here(*arguments):
+    """The same command in this process, which saves the start of another one."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code, text.getvalue()
+
+
+def assert_refused(source, out, *words, alone=False):
+    """One line, exit code 1, nothing left; ``alone`` starts a process of its own."""
+    arguments = ("convert", source, out, "--quiet")
+    if alone:
+        done = run_ckpt(*arguments)
+        code, text = done.returncode, done.stderr
+    else:
+        code, text = run_here(*arguments)
+    lines = text.strip().splitlines()
+    assert code == 1, text
+    assert len(lines) == 1, text
     assert lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
@@ -76,7 +95,8 @@ def test_a20_a_renamed_key_stops_with_both_names(tmp_path, format_):
         source = edited_legacy(tmp_path / "run", rename)
     else:
         source = write_torch_dist(tmp_path / "run", Model(), tp=2, edit=lambda i, _: rename(i))
-    assert_refused(source, tmp_path / "out", "linear_projx.weight", "self_attention.linear_proj")
+    names = ("linear_projx.weight", "self_attention.linear_proj")
+    assert_refused(source, tmp_path / "out", *names, alone=True)
 
 
 @pytest.mark.parametrize("format_", WRITERS)
@@ -91,7 +111,7 @@ def test_a20_a_dropped_key_stops_with_its_name(tmp_path, format_):
         source = edited_legacy(tmp_path / "run", drop)
     else:
         source = write_torch_dist(tmp_path / "run", Model(), tp=2, edit=lambda i, _: drop(i))
-    assert_refused(source, tmp_path / "out", "missing", "mlp.linear_fc2.weight")
+    assert_refused(source, tmp_path / "out", "missing", "mlp.linear_fc2.weight", alone=True)
 
 
 @pytest.mark.parametrize("format_", WRITERS)
@@ -110,7 +130,7 @@ def test_a18_a20_an_added_key_stops_with_its_name(tmp_path, format_):
         source = edited_legacy(tmp_path / "run", add)
     else:
         source = write_torch_dist(tmp_path / "run", Model(), tp=2, edit=add_item)
-    assert_refused(source, tmp_path / "out", "mlp.mystery.weight")
+    assert_refused(source, tmp_path / "out", "mlp.mystery.weight", alone=True)
 
 
 @pytest.mark.parametrize("format_", WRITERS)
@@ -121,7 +141,7 @@ def test_a_file_cut_short_stops_with_its_name(tmp_path, format_, kept):
     pattern = "iter_*/mp_rank_01/*.pt" if format_ == "torch" else "iter_*/__1_0.distcp"
     (file,) = source.glob(pattern)
     os.truncate(file, int(file.stat().st_size * kept))
-    assert_refused(source, tmp_path / "out", file.name)
+    assert_refused(source, tmp_path / "out", file.name, alone=kept == 0.3)
 
 
 class Evil:
@@ -167,7 +187,8 @@ def test_a17_a_hostile_pickle_runs_nothing(tmp_path, place, kind):
         if place == ".metadata":
             (file,) = source.glob("iter_*/.metadata")
             file.write_bytes(pickle.dumps(evil))
-    assert_refused(source, tmp_path / "out", "no checkpoint needs")
+    alone = kind == "os.system"
+    assert_refused(source, tmp_path / "out", "no checkpoint needs", alone=alone)
     assert not canary.exists()
 
 
@@ -238,8 +259,9 @@ def test_a23_a_killed_conversion_leaves_no_model_and_the_rerun_ends_in_the_same_
     assert process.wait(10) == code
     assert not out.exists()
     assert not (stage_path(out) / "ckpt-manifest.json").exists()
-    with pytest.raises((OSError, ValueError)):
-        AutoModelForCausalLM.from_pretrained(stage_path(out), local_files_only=True)
+    for place in (stage_path(out), out):
+        with pytest.raises((OSError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(place, local_files_only=True)
     kept = {file: file.stat().st_mtime_ns for file in stage_path(out).glob("*.safetensors")}
     assert len(kept) >= 2
     convert_checkpoint(source, out, options)
@@ -296,6 +318,56 @@ def test_a23_a_full_disk_says_so_and_keeps_what_is_finished(tmp_path, monkeypatc
     assert not out.exists()
     convert_checkpoint(source, out, ConvertOptions())
     assert read_stage(out, "convert") is not None
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+def test_a23_a_disk_that_is_full_at_the_small_files_says_so_too(tmp_path, monkeypatch, name):
+    """The weights are there already; the rerun writes the rest only."""
+    source, out = write_legacy(tmp_path / "run", Model(), tp=2), tmp_path / "out"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", 131)
+    options = ConvertOptions(max_shard_size="60kB", tokenizer=tokenizer)
+
+    def full(original):
+        def refuse(*values, **named):
+            if any(Path(value).name.endswith(name) for value in values if isinstance(value, Path)):
+                raise OSError(28, "No space left on device")
+            return original(*values, **named)
+
+        return refuse
+
+    monkeypatch.setattr("ckpt.convert.staging.write_json", full(staging.write_json))
+    monkeypatch.setattr("ckpt.convert.shutil.copyfile", full(shutil.copyfile))
+    with pytest.raises(OutputError, match="the disk is full"):
+        convert_checkpoint(source, out, options)
+    monkeypatch.undo()
+    assert not out.exists()
+    assert not (stage_path(out) / "ckpt-manifest.json").exists()
+    stamps = {path.name: path.stat().st_mtime_ns for path in stage_path(out).glob("*.safetensors")}
+    convert_checkpoint(source, out, options)
+    for file, stamp in stamps.items():
+        assert (out / file).stat().st_mtime_ns == stamp
+
+
+def test_a_crash_between_two_renames_is_mended_by_the_next_run(tmp_path, monkeypatch):
+    """--overwrite moves the old output aside before the new one takes its name."""
+    source, out = write_legacy(tmp_path / "run", Model(), tp=2), tmp_path / "out"
+    convert_checkpoint(source, out, ConvertOptions())
+    rename = Path.rename
+
+    def killed(self, target):
+        if self == stage_path(out):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, out, ConvertOptions(overwrite=True, dtype="bf16"))
+    monkeypatch.undo()
+    assert not out.exists()
+    assert read_stage(tmp_path / ".out.ckpt-old", "convert") is not None
+    convert_checkpoint(source, out, ConvertOptions(overwrite=True, dtype="bf16"))
+    assert read_stage(out, "convert")["model"]["dtypes"].keys() == {"BF16"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_too_little_room_stops_before_the_first_byte(tmp_path, monkeypatch):
