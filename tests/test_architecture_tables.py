@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ BASE = parse_training_args(
 )  # fmt: skip
 EXPERTS = {"experts": 6, "expert_ffn": 20, "router_topk": 2, "moe_layers": (False, True, True)}
 # What makes a property of TrainingArgs true; a table that expects another one adds a line.
-MADE_TRUE = {
+MADE_TRUE: dict[str, dict[str, Any]] = {
     "is_moe": EXPERTS,
     "all_moe": {**EXPERTS, "moe_layers": (True,) * LAYERS},
     "moe_is_suffix": {},

@@ -74,14 +74,19 @@ def test_an_index_that_points_outside_its_directory_is_refused(tmp_path, path):
             open_source(source)
 
 
+def _set_each(metadata, name, value):
+    for part in metadata.storage_data.values():
+        setattr(part, name, value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m.__dict__.pop("storage_data"), "not the index"),
         (lambda m: setattr(m, "storage_data", [1]), "not the index"),
         (lambda m: m.storage_data.clear(), "names no file for its part"),
-        (lambda m: [setattr(p, "length", -1) for p in m.storage_data.values()], "damaged index"),
-        (lambda m: [setattr(p, "offset", "0") for p in m.storage_data.values()], "damaged index"),
+        (lambda m: _set_each(m, "length", -1), "damaged index"),
+        (lambda m: _set_each(m, "offset", "0"), "damaged index"),
         (lambda m: [p.__dict__.pop("length") for p in m.storage_data.values()], "damaged index"),
         (lambda m: m.storage_data.update({"x": 5}), "damaged index"),
         (lambda m: m.state_dict_metadata.update({5: 5}), "damaged index"),
