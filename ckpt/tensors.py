@@ -142,7 +142,8 @@ class SourceTensor:
     ``shape`` is that of the whole tensor where the format stores it, else None: then the
     layout rule of the tensor derives it from the shards, which are in order of rank.
     ``copies`` are further stored copies of the whole, such as the tied embedding that the
-    last pipeline stage keeps; they must equal the tensor byte for byte.
+    last pipeline stage keeps; they must equal the tensor byte for byte. ``copy_names`` are
+    the names under which they are stored.
     """
 
     name: str
@@ -150,6 +151,7 @@ class SourceTensor:
     shards: tuple[Shard, ...]
     shape: tuple[int, ...] | None = None
     copies: tuple[tuple[Shard, ...], ...] = ()
+    copy_names: tuple[str, ...] = ()
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

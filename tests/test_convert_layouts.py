@@ -128,6 +128,8 @@ def test_a04_differing_tied_copies_stop_the_run(tmp_path):
     with pytest.raises(SourceError, match="two stored copies") as caught:
         convert(source, tmp_path / "out")
     assert "mp_rank_00_000" in str(caught.value)
+    assert "embedding.word_embeddings.weight" in str(caught.value)
+    assert "output_layer.weight in" in str(caught.value)
     assert "mp_rank_00_001" in str(caught.value)
     assert not (tmp_path / "out").exists()
 

@@ -46,11 +46,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Check:
-    """Two stored copies of one tensor that must be equal byte for byte."""
+    """Two stored copies of one tensor that must be equal byte for byte.
+
+    ``other_name`` is set where the second one is stored under another name.
+    """
 
     name: str
     first: View
     other: View
+    other_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ class _Builder:
     def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int) -> None:
         first = tensor.shards[0].view
         self._checks += [Check(tensor.name, first, other) for other in whole.replicas]
-        for copy in tensor.copies:
+        for copy, name in zip(tensor.copies, tensor.copy_names, strict=True):
             other = place(copy, layout, tensor.shape, rows)
             if other.shape != whole.shape or len(other.parts) != len(whole.parts):
                 raise PlanError(
@@ -248,7 +252,7 @@ class _Builder:
                     found=list(other.shape),
                 )
             pairs = zip(whole.parts, other.parts, strict=True)
-            self._checks += [Check(tensor.name, a.view, b.view) for a, b in pairs]
+            self._checks += [Check(tensor.name, a.view, b.view, name) for a, b in pairs]
 
     def _add_target(self, match: _Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
         layer, expert, rule = match.layer, match.expert, match.rule

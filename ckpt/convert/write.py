@@ -208,7 +208,8 @@ def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Non
                 "two stored copies of this tensor differ",
                 file=check.first.file,
                 tensor=check.name,
-                expected=f"the same bytes as in {check.other.file}",
+                expected=f"the same bytes as {check.other_name or check.name} "
+                f"in {check.other.file}",
                 found="other bytes",
                 hint="Ranks have drifted apart or a stale copy was kept; none is chosen silently",
             )

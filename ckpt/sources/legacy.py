@@ -343,7 +343,8 @@ class _Collector:
             )
             dtype: DType = views[0].dtype
             main = tuple(Shard(by_rank[key][0], rank=key) for key in sorted(by_rank))
-            tensors.append(SourceTensor(name, dtype, main, copies=copies))
+            held = (name,) * len(copies)
+            tensors.append(SourceTensor(name, dtype, main, copies=copies, copy_names=held))
         return _fold_tied(tensors, tied=_is_tied(self.args))
 
 
@@ -360,7 +361,11 @@ def _fold_tied(tensors: list[SourceTensor], *, tied: bool) -> list[SourceTensor]
     for name in _TIED_HEADS:
         head = by_name.pop(name, None)
         if head is not None:
-            embedding = replace(embedding, copies=(*embedding.copies, head.shards))
+            embedding = replace(
+                embedding,
+                copies=(*embedding.copies, head.shards),
+                copy_names=(*embedding.copy_names, name),
+            )
     by_name[_EMBEDDING] = embedding
     return list(by_name.values())
 

@@ -52,7 +52,7 @@ def reorder_qkv(tensor: SourceTensor, args: Mapping[str, Any]) -> SourceTensor:
                 parts.append(Shard(view, start=(at, *(0,) * (len(view.shape) - 1))))
                 at += head_dim
     shape = (at, *tensor.shards[0].view.shape[1:])
-    return replace(tensor, shards=tuple(parts), shape=shape, copies=())
+    return replace(tensor, shards=tuple(parts), shape=shape, copies=(), copy_names=())
 
 
 def _rows(view: View, version: float, place: tuple[int, int, int, int]) -> View:
