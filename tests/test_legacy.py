@@ -148,6 +148,18 @@ def test_a18_extra_states_in_every_form_are_counted_and_left_out(tmp_path):
     assert skipped.reason == "extra state of TransformerEngine"
 
 
+def test_two_spellings_of_one_tensor_are_refused(tmp_path):
+    """TransformerEngine's name beside the plain one."""
+
+    def edit(state, _tp, _pp):
+        key = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+        state["model"][key] = torch.ones(60)
+
+    source = write_legacy(tmp_path / "run", MODEL, edit=edit)
+    with pytest.raises(SourceError, match="two entries are the same tensor"):
+        open_source(source)
+
+
 def test_old_nested_state_dicts_have_the_same_names(tmp_path):
     """Before Megatron-Core: model.language_model.{embedding, encoder, output_layer}."""
     old = {

@@ -148,6 +148,35 @@ def test_a14_what_holds_no_arguments_is_refused(tmp_path):
         open_source(source)
 
 
+def test_two_keys_of_one_tensor_are_refused(tmp_path):
+    """Under another prefix or spelling; neither is chosen silently."""
+    for number, key in enumerate(["module.output_layer.weight", "decoder.final_norm.weight"]):
+
+        def edit(items, _common, key=key):
+            old = "output_layer.weight" if "output" in key else "decoder.final_layernorm.weight"
+            items[key] = items[old]
+
+        source = write_torch_dist(tmp_path / str(number), MODEL, edit=edit)
+        with pytest.raises(SourceError, match="two keys are the same tensor"):
+            open_source(source)
+
+
+@pytest.mark.parametrize("size", [(), (4, 60, 36), (2, 60, 36)])
+def test_a13_a_stack_of_layers_that_is_not_whole_is_refused(tmp_path, size):
+    """A layer without parts, or parts without a layer."""
+
+    def change(metadata):
+        entry = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+        entry.size = torch.Size(size)
+        if not size:
+            entry.chunks = []
+
+    source = write_torch_dist(tmp_path / "run", MODEL)
+    change_index(source, change)
+    with pytest.raises(SourceError, match=r"leave out entries|lies outside it"):
+        open_source(source)
+
+
 def test_chunks_of_several_layers_in_one_file_are_taken_apart(tmp_path):
     """A pipeline rank may store its layers as one chunk."""
 

@@ -240,7 +240,12 @@ class _Collector:
                     self.skipped.append((name, reason))
             elif isinstance(value, TensorRef):
                 view = rank.archive.view(value, name=name)
-                views.update(self._split_grouped(names.canonical(name), view))
+                for part_name, part in self._split_grouped(names.canonical(name), view):
+                    if part_name in views:
+                        raise SourceError(
+                            "two entries are the same tensor", file=rank.archive.file, tensor=name
+                        )
+                    views[part_name] = part
             elif value is not None:
                 raise SourceError(
                     f"an entry that is no tensor: {value!r:.60}",

@@ -113,8 +113,9 @@ def _check_entry(name: Any, entry: Any) -> None:  # noqa: ANN401 - unpickled
         _check_numbers(*entry.size)
     for chunk in getattr(entry, "chunks", ()):
         _check_numbers(*chunk.offsets, *chunk.sizes)
-        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
-            raise ValueError(f"a part of another number of dimensions than {name}")
+        places = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        if any(start + length > whole for start, length, whole in places):
+            raise ValueError(f"a part of {name} lies outside it")
 
 
 def _check_place(key: Any, place: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
@@ -295,16 +296,23 @@ def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
 
 def _entries(tensor: SourceTensor, name: Any) -> list[SourceTensor]:  # noqa: ANN401 - a function
     """The entries along the first axis, each a tensor of its own."""
-    shape = tensor.shape or ()
-    shards: list[list[Shard]] = [[] for _ in range(shape[0])]
-    for shard in tensor.shards:
+    shape = tensor.shape or (0,)
+    shards: dict[int, list[Shard]] = {}
+    for shard in tensor.shards if tensor.shape else ():
         start = shard.start or ()
         for index in range(shard.view.shape[0]):
             part = Shard(shard.view.select(0, index), start=start[1:])
-            shards[start[0] + index].append(part)
+            shards.setdefault(start[0] + index, []).append(part)
+    if not shards or len(shards) != shape[0] or max(shards) >= shape[0]:
+        raise SourceError(
+            "its stored parts leave out entries of its first axis",
+            tensor=tensor.name,
+            expected=f"shape {list(shape)}",
+            found=f"{len(shards)} entries",
+        )
     return [
         SourceTensor(name(index), tensor.dtype, tuple(parts), shape[1:])
-        for index, parts in enumerate(shards)
+        for index, parts in sorted(shards.items())
     ]
 
 
@@ -314,6 +322,8 @@ def _merge_halves(tensors: list[SourceTensor]) -> list[SourceTensor]:
     for tensor in tensors:
         found = _HALVES.match(tensor.name)
         if not found:
+            if tensor.name in whole:
+                raise SourceError("two keys are the same tensor", tensor=tensor.name)
             whole[tensor.name] = tensor
             continue
         name, half = found[1], found[2]
