@@ -35,7 +35,7 @@ demo: $(VENV)/.app
 	$(CKPT) run pipeline.yaml
 
 test: $(VENV)/.test
-	$(PY) -m pytest -m "not vllm and not megatron and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not vllm and not megatron and not gpu"
 
 test-megatron: $(VENV)/.megatron
 	$(PY) -m pytest -m "megatron and not vllm and not gpu"
