@@ -9,17 +9,17 @@ without pipeline parallelism, the whole rank's model. Optimizer files are never 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.flatten import flatten, namespace
+from ckpt.sources.ranked import fold_tied, rank_shards
 from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
-from ckpt.tensors import Shard, SourceTensor
+from ckpt.tensors import SourceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _HEADS = ("lm_head.weight", "final_linear.weight", "output_layer.weight")
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The tensors of one file that belong to one layer, or to none (-1)."""
-
-    tp: int
-    views: Mapping[str, View]
 
 
 def read(located: Located, *, spans: bool) -> Checkpoint:
@@ -58,8 +50,8 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     if layers:
         tensors, tp, archives = _from_layers(layers, reader)
     else:
-        tensors, tp, archives = _from_ranks(states, args, reader)
-    tensors = [reorder_qkv(tensor, args) for tensor in tensors]
+        tensors, tp, archives = _from_ranks(states, reader)
+    tensors = fold_tied([reorder_qkv(tensor, args) for tensor in tensors], args)
     skipped = [
         (name, reason)
         for archive in archives
@@ -141,7 +133,7 @@ def _from_layers(
             archive = read_archive(files[number, rank], reader)
             archives.append(archive)
             views.append(_views(archive, archive.root))
-        prefix, is_layer = _role(views[0], files[number, 0])
+        prefix, is_layer = _role(views[0])
         if is_layer:
             prefix = f"decoder.layers.{layer}."
             layer += 1
@@ -149,7 +141,7 @@ def _from_layers(
     return _tensors(gathered), tp, archives
 
 
-def _role(views: Mapping[str, View], file: Path) -> tuple[str, bool]:
+def _role(views: Mapping[str, View]) -> tuple[str, bool]:
     """The prefix of a pipeline layer's names, and whether it is a decoder layer."""
     keys = set(views)
     if any(key.endswith(("word_embeddings.weight", "position_embeddings.weight")) for key in keys):
@@ -162,12 +154,14 @@ def _role(views: Mapping[str, View], file: Path) -> tuple[str, bool]:
     if keys & set(_HEADS):
         return "output_layer.", False
     raise SourceError(
-        "a pipeline layer of unknown role", file=file, found=", ".join(sorted(keys)[:5])
+        "a pipeline layer of unknown role",
+        file=next(iter(views.values())).file,
+        found=", ".join(sorted(keys)[:5]),
     )
 
 
 def _gather(gathered: dict[str, list[View]], prefix: str, views: list[dict[str, View]]) -> None:
-    for key in views[0]:
+    for key in dict.fromkeys(key for rank in views for key in rank):
         if prefix in {"decoder.final_layernorm.", "output_layer."}:
             name = prefix + key.rpartition(".")[2]
         else:
@@ -179,15 +173,13 @@ def _gather(gathered: dict[str, list[View]], prefix: str, views: list[dict[str, 
 
 def _tensors(gathered: Mapping[str, list[View]]) -> list[SourceTensor]:
     return [
-        SourceTensor(
-            name, views[0].dtype, tuple(Shard(view, rank=rank) for rank, view in enumerate(views))
-        )
+        SourceTensor(name, views[0].dtype, rank_shards(name, dict(enumerate(views))))
         for name, views in gathered.items()
     ]
 
 
 def _from_ranks(
-    files: Mapping[tuple[int, ...], Path], args: Mapping[str, Any], reader: Reader
+    files: Mapping[tuple[int, ...], Path], reader: Reader
 ) -> tuple[list[SourceTensor], int, list[TorchArchive]]:
     """Runs without pipeline: every rank file holds its part of the whole model."""
     tp = max(rank for (rank,) in files) + 1
@@ -202,11 +194,8 @@ def _from_ranks(
             )
         views.append(_sequential(_views(archive, module)))
     gathered: dict[str, list[View]] = {}
-    for key in views[0]:
-        gathered[names.canonical(key)] = [rank[key] for rank in views]
-    tensors = _tensors(gathered)
-    tied = not args.get("untie_embeddings_and_output_weights", False)
-    return [t for t in tensors if not (tied and t.name == "output_layer.weight")], tp, archives
+    _gather(gathered, "", views)
+    return _tensors(gathered), tp, archives
 
 
 def _sequential(views: dict[str, View]) -> dict[str, View]:
@@ -221,16 +210,10 @@ def _sequential(views: dict[str, View]) -> dict[str, View]:
     layer = 0
     for number in sorted(groups):
         group = groups[number]
-        prefix, is_layer = _role(group, _anywhere(group))
+        prefix, is_layer = _role(group)
         if is_layer:
             prefix, layer = f"decoder.layers.{layer}.", layer + 1
         collected: dict[str, list[View]] = {}
         _gather(collected, prefix, [group])
         renamed |= {name: found[0] for name, found in collected.items()}
     return renamed
-
-
-def _anywhere(group: Mapping[str, View]) -> Any:  # noqa: ANN401 - a path for the message
-    from pathlib import Path  # noqa: PLC0415 - only needed here at run time
-
-    return Path(next(iter(group.values())).file)

@@ -18,10 +18,11 @@ from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, Parallelism, count_in, parallelism_of
 from ckpt.sources.flatten import flatten, namespace
 from ckpt.sources.locate import rank_directory
+from ckpt.sources.ranked import fold_tied, rank_shards
 from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
-from ckpt.tensors import DType, Shard, SourceTensor, View
+from ckpt.tensors import SourceTensor, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from ckpt.sources.locate import Located
 
 FILE_NAME = "model_optim_rng.pt"
-_TIED_HEADS = ("output_layer.weight", "word_embeddings_for_head.weight", "word_embeddings.weight")
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -339,49 +338,11 @@ class _Collector:
                     expected=f"{expected} tensor-parallel ranks",
                     found=f"ranks {sorted(by_rank)}",
                 )
-            _check_dtypes(name, views)
-            spare = max(len(found) for found in by_rank.values())
-            copies = tuple(
-                tuple(Shard(by_rank[key][n], rank=key) for key in sorted(by_rank))
-                for n in range(1, min(spare, 2))
-                if all(len(found) > n for found in by_rank.values())
-            )
-            dtype: DType = views[0].dtype
-            main = tuple(Shard(by_rank[key][0], rank=key) for key in sorted(by_rank))
+            main = rank_shards(name, {key: found[0] for key, found in by_rank.items()})
+            # A second expert rank's copy, where there is one, is enough to notice drift.
+            spare = {key: found[1] for key, found in by_rank.items() if len(found) > 1}
+            copies = (rank_shards(name, spare),) if len(spare) == len(by_rank) else ()
             held = (name,) * len(copies)
+            dtype = views[0].dtype
             tensors.append(SourceTensor(name, dtype, main, copies=copies, copy_names=held))
-        return _fold_tied(tensors, tied=_is_tied(self.args))
-
-
-def _is_tied(args: Mapping[str, Any]) -> bool:
-    return not args.get("untie_embeddings_and_output_weights", False)
-
-
-def _fold_tied(tensors: list[SourceTensor], *, tied: bool) -> list[SourceTensor]:
-    """A tied model's last stage keeps a copy of the embedding as its head: one tensor, one copy."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    embedding = by_name.get(_EMBEDDING)
-    if not tied or embedding is None:
-        return tensors
-    for name in _TIED_HEADS:
-        head = by_name.pop(name, None)
-        if head is not None:
-            embedding = replace(
-                embedding,
-                copies=(*embedding.copies, head.shards),
-                copy_names=(*embedding.copy_names, name),
-            )
-    by_name[_EMBEDDING] = embedding
-    return list(by_name.values())
-
-
-def _check_dtypes(name: str, views: list[View]) -> None:
-    for view in views:
-        if view.dtype is not views[0].dtype:
-            raise SourceError(
-                "ranks hold different element types",
-                file=view.file,
-                tensor=name,
-                expected=views[0].dtype.name,
-                found=view.dtype.name,
-            )
+        return fold_tied(tensors, self.args)

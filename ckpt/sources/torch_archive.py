@@ -115,22 +115,16 @@ def _load(fd: int, file: Path, members: dict[str, Member], reader: Reader) -> To
         raise SourceError("not a file of torch.save: no data.pkl in it", file=file)
     prefix = pickles[0][: -len("data.pkl")]
     order = members.get(f"{prefix}byteorder")
-    if order is not None and _read(fd, order).strip() == b"big":
+    if order is not None and _read(fd, file, order).strip() == b"big":
         raise SourceError("saved on a big-endian machine, which is not supported", file=file)
-    root = reader.load(_read(fd, members[pickles[0]]), file=str(file))
+    root = reader.load(_read(fd, file, members[pickles[0]]), file=str(file))
     start = f"{prefix}data/"
     storages = {
-        name[len(start) :]: member for name, member in members.items() if name.startswith(start)
+        name[len(start) :]: _behind_header(fd, file, member)
+        for name, member in members.items()
+        if name.startswith(start)
     }
-    resolved = _Storages(fd, file, storages)
-    return TorchArchive(file, resolved.members, root)
-
-
-class _Storages:
-    """Storages by key, with the true start of each behind its local header."""
-
-    def __init__(self, fd: int, file: Path, entries: dict[str, Member]) -> None:
-        self.members = {key: _behind_header(fd, file, item) for key, item in entries.items()}
+    return TorchArchive(file, storages, root)
 
 
 def _behind_header(fd: int, file: Path, entry: Member) -> Member:
@@ -142,12 +136,11 @@ def _behind_header(fd: int, file: Path, entry: Member) -> Member:
     return Member(start, entry.size)
 
 
-def _read(fd: int, entry: Member) -> bytes:
+def _read(fd: int, file: Path, entry: Member) -> bytes:
     if entry.size > _PICKLE_LIMIT_BYTES:
         raise SourceError(f"a pickle of {entry.size} bytes is too large to be one")
-    header = os.pread(fd, _LOCAL_HEADER.size, entry.offset)
-    name_length, extra_length = _LOCAL_HEADER.unpack(header)[-2:]
-    return os.pread(fd, entry.size, entry.offset + _LOCAL_HEADER.size + name_length + extra_length)
+    record = _behind_header(fd, file, entry)
+    return os.pread(fd, record.size, record.offset)
 
 
 def _read_directory(fd: int, file: Path, offset: int, length: int) -> dict[str, Member]:
