@@ -57,7 +57,6 @@ ROW = Layout(dim=1)
 VOCABULARY = Layout(dim=0, cut=Cut.VOCABULARY)
 QKV = Layout(dim=0, cut=Cut.GROUPED_QKV)
 GATE_UP = Layout(dim=0, parts=2, cut=Cut.GATE_UP)
-FUSED_GATE_UP = Layout(dim=0, parts=2)
 
 
 @dataclass(frozen=True)

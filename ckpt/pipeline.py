@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.convert import carry_out, plan_conversion
 from ckpt.manifest import read_stage
 from ckpt.progress import Progress, Silent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ckpt.config import PipelineOptions
@@ -82,9 +83,7 @@ def _convert(options: PipelineOptions, progress: Progress, *, force: bool) -> di
         progress.note("convert: current, skipped")
         return {"state": "current", "text": planned.summary()}
     chosen = replace(options.convert, overwrite=options.convert.overwrite or known is not None)
-    done = convert_checkpoint(
-        options.source.path, options.output, chosen, iteration=iteration, progress=progress
-    )
+    done = carry_out(planned, options.output, chosen, progress=progress)
     return {"state": "done", "text": done.as_text(), **done.as_dict()}
 
 
@@ -130,16 +129,14 @@ def _serve(
         return {"state": "served", "text": text, **server.as_dict()}
 
 
-def _timed(report: PipelineReport, name: str) -> AbstractContextManager[Any]:
-    return _Timer(report, name)
-
-
-class _Timer(AbstractContextManager["_Timer"]):
-    def __init__(self, report: PipelineReport, name: str) -> None:
-        self._report, self._name, self._start = report, name, time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._report.seconds[self._name] = time.monotonic() - self._start
+@contextmanager
+def _timed(report: PipelineReport, name: str) -> Iterator[None]:
+    """Note the seconds of a stage, whether it ends well or not."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        report.seconds[name] = time.monotonic() - started
 
 
 __all__ = ["PipelineReport", "run_pipeline"]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckpt.tensors import DType
 
 _REQUIRED = object()
-Shapes = "Mapping[str, tuple[int, ...] | None]"
 
 
 @dataclass(frozen=True)
@@ -512,7 +511,8 @@ def _softmax_known(fields: _Fields) -> bool:
     """
     mscale = float(fields.value("mscale", default=1.0))
     all_dim = float(fields.value("mscale_all_dim", default=0.0))
-    known = "layernorm_epsilon" in fields.values or "mla_softmax_mscale" in fields.values
+    known = "layernorm_epsilon" in fields.values
+    known = known or fields.get("mla_softmax_mscale", default=None) == "mscale_all_dim"
     return mscale == all_dim or known
 
 

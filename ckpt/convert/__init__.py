@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from ckpt import __version__
 from ckpt.arch import choose_architecture
 from ckpt.convert import staging
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
@@ -47,6 +48,7 @@ class Conversion:
     config: Mapping[str, Any]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...]
+    identity: Mapping[str, Any]
     fingerprint: str
 
     def as_text(self) -> str:
@@ -93,7 +95,6 @@ class ConvertReport:
 
     output: Path
     section: Mapping[str, Any]
-    notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """The manifest's section, and where it is."""
@@ -140,6 +141,7 @@ def plan_conversion(
     config = build_config(architecture, args, vocab_size=vocab_size, dtype=_main_dtype(specs))
     if tokenizer:
         config |= tokenizer.special
+    identity = source_identity(checkpoint)
     return Conversion(
         checkpoint=checkpoint,
         args=args,
@@ -149,7 +151,8 @@ def plan_conversion(
         config=config,
         tokenizer=tokenizer,
         notes=_notes(checkpoint, args, plan, tokenizer, vocabulary_note),
-        fingerprint=_fingerprint(checkpoint, options, config),
+        identity=identity,
+        fingerprint=_fingerprint(identity, options, config),
     )
 
 
@@ -167,8 +170,19 @@ def convert_checkpoint(
     OutputError when the output is in the way or cannot be written, and whatever
     :func:`plan_conversion` raises.
     """
-    progress, started = progress or Silent(), time.monotonic()
     conversion = plan_conversion(source, options, iteration=iteration)
+    return carry_out(conversion, output, options, progress=progress)
+
+
+def carry_out(
+    conversion: Conversion,
+    output: Path,
+    options: ConvertOptions,
+    *,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write what :func:`plan_conversion` planned; raises as :func:`convert_checkpoint` does."""
+    progress, started = progress or Silent(), time.monotonic()
     for note in conversion.notes:
         progress.note(f"note: {note}")
     staging.check_output(output, overwrite=options.overwrite)
@@ -183,7 +197,7 @@ def convert_checkpoint(
         section = _section(conversion, options, written, time.monotonic() - started)
         write_stage(stage, "convert", section)
     staging.publish(stage, output)
-    return ConvertReport(output, section, conversion.notes)
+    return ConvertReport(output, section)
 
 
 def _write_weights(
@@ -288,11 +302,14 @@ def _notes(
     return tuple(notes)
 
 
-def _fingerprint(checkpoint: Checkpoint, options: ConvertOptions, config: Mapping[str, Any]) -> str:
+def _fingerprint(
+    identity: Mapping[str, Any], options: ConvertOptions, config: Mapping[str, Any]
+) -> str:
     tokenizer = options.tokenizer
     beside = sorted(tokenizer.iterdir()) if tokenizer else []
     return fingerprint(
-        source_identity(checkpoint),
+        __version__,
+        identity,
         {key: str(value) for key, value in vars(options).items() if key != "overwrite"},
         config,
         [(path.name, *_stamp(path)) for path in beside if path.is_file()],
@@ -331,7 +348,7 @@ def _section(
         counts[target.spec.dtype.name] = counts.get(target.spec.dtype.name, 0) + 1
     return {
         "fingerprint": conversion.fingerprint,
-        "source": source_identity(checkpoint),
+        "source": conversion.identity,
         "training": checkpoint.parallelism.as_dict(),
         "options": {key: str(value) for key, value in vars(options).items() if value is not None},
         "model": {
