@@ -42,6 +42,8 @@ class Layout:
     is how many equal blocks a rank's shard has along ``dim``; the whole tensor holds
     block 0 of all ranks, then block 1 of all ranks. With ``rows`` (the name of a size in
     the training arguments) a shard that already has so many rows is whole on every rank.
+    ``blocks`` names the sizes of unequal blocks of the whole tensor; a rank holds its share of
+    each, one after another.
     """
 
     dim: int | None = None
@@ -49,6 +51,7 @@ class Layout:
     cut: Cut = Cut.WHOLE
     rows: str | None = None
     transposed: bool = False
+    blocks: tuple[str, ...] = ()
 
 
 REPLICATED = Layout()
@@ -130,13 +133,18 @@ class Copy:
 
 
 def place(
-    shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None, rows: int
+    shards: Sequence[Shard],
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    rows: int,
+    blocks: Sequence[int] = (),
 ) -> Whole:
     """The whole tensor that the shards make.
 
     ``shape`` is given where the format stores it; then every shard knows its start and
     the shards must cover the shape exactly once. ``rows`` is the number that
-    ``layout.rows`` names (else 0). Raises PlanError for shards that do not fit together.
+    ``layout.rows`` names (else 0), ``blocks`` those that ``layout.blocks`` names. Raises
+    PlanError for shards that do not fit together.
     """
     if shape is not None:
         parts = tuple(Placed(shard.view, shard.start or ()) for shard in shards)
@@ -148,10 +156,10 @@ def place(
         _check_same_shape(shards)
         replicas = tuple(shard.view for shard in shards[1:])
         return Whole(first.shape, (Placed(first, (0,) * len(first.shape)),), replicas)
-    return _concatenate(shards, layout)
+    return _concatenate(shards, layout, blocks)
 
 
-def _concatenate(shards: Sequence[Shard], layout: Layout) -> Whole:
+def _concatenate(shards: Sequence[Shard], layout: Layout, blocks: Sequence[int]) -> Whole:
     dim = layout.dim if layout.dim is not None else 0
     views = [shard.view for shard in shards]
     for view in views:
@@ -171,16 +179,36 @@ def _concatenate(shards: Sequence[Shard], layout: Layout) -> Whole:
                 found=f"{list(others)}",
             )
     total = sum(view.shape[dim] for view in views)
-    placed = []
-    for part in range(layout.parts):
-        at = part * (total // layout.parts)
+    placed: list[Placed] = []
+    at = 0
+    for share in _shares(views[0], layout, blocks, len(views)):
         for view in views:
-            length = view.shape[dim] // layout.parts
             start = tuple(at if axis == dim else 0 for axis in range(len(view.shape)))
-            placed.append(Placed(view.narrow(dim, part * length, length), start))
-            at += length
+            placed.append(Placed(view.narrow(dim, share[0], share[1]), start))
+            at += share[1]
     shape = tuple(total if axis == dim else n for axis, n in enumerate(views[0].shape))
     return Whole(shape, tuple(placed))
+
+
+def _shares(view: View, layout: Layout, blocks: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+    """(start, length) along the sharded dimension of each block within one rank's shard."""
+    dim = layout.dim if layout.dim is not None else 0
+    held = view.shape[dim]
+    if not blocks:
+        length = held // layout.parts
+        return [(part * length, length) for part in range(layout.parts)]
+    if any(block % ranks for block in blocks) or sum(blocks) != held * ranks:
+        raise PlanError(
+            f"cannot be split into the blocks {' + '.join(layout.blocks)}",
+            file=view.file,
+            expected=f"{' + '.join(map(str, blocks))} rows over {ranks} rank(s)",
+            found=f"{held} rows on each",
+        )
+    shares, start = [], 0
+    for block in blocks:
+        shares.append((start, block // ranks))
+        start += block // ranks
+    return shares
 
 
 def _check_same_shape(shards: Sequence[Shard]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt.layout import Layout
     from ckpt.training import TrainingArgs
 
-Scope = Literal["all", "dense", "moe"]
+Scope = Literal["all", "dense", "moe", "attention", "linear_attention", "mamba"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Rule:
     """One row: a training tensor and what it becomes.
 
     ``when`` is the name of a truth in the training arguments that the row depends on, with
-    ``!`` for its opposite; ``layers`` restricts ``{layer}`` to layers without or with
-    experts. ``norm`` marks a gain that may be stored as distance from 1. ``keep_dtype``
-    exempts a tensor from casts. ``mtp_copies`` are further names under which each layer that
-    predicts another token repeats the tensor.
+    ``!`` for its opposite; ``layers`` restricts ``{layer}`` to layers with a block of that
+    kind (see :meth:`~ckpt.training.TrainingArgs.has_kind`). ``norm`` marks a gain that may be
+    stored as distance from 1. ``keep_dtype`` exempts a tensor from casts. ``mtp_copies`` are
+    further names under which each layer that predicts another token repeats the tensor.
     """
 
     source: str
@@ -49,9 +49,7 @@ class Rule:
 
     def has_layer(self, args: TrainingArgs, layer: int) -> bool:
         """Whether the row is there in layer ``layer``."""
-        if layer >= args.layers:  # predicts a further token, built like the last layer
-            layer = args.layers - 1
-        return self.layers == "all" or args.moe_layers[layer] == (self.layers == "moe")
+        return self.layers == "all" or args.has_kind(layer, self.layers)
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,19 @@ class Architecture:
     config: Mapping[str, str | Const]
     norm_adds_one: bool = False
     aliases: tuple[str, ...] = field(default=())
+    understands: frozenset[str] = frozenset()
 
     def mismatches(self, args: TrainingArgs) -> list[str]:
         """Why this family cannot represent the model, one line for each reason."""
-        return [
+        reasons = [
             f"{name} is {getattr(args, name)!r}, {self.name} needs {_either(allowed)}"
             for name, allowed in self.expects.items()
             if getattr(args, name) not in allowed
+        ]
+        return reasons + [
+            f"{self.name} does not have {line}"
+            for name, line in args.unusual
+            if name not in self.understands
         ]
 
 

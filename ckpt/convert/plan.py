@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.arch.table import Architecture, Rule
     from ckpt.layout import Copy, Layout
     from ckpt.sources import Checkpoint
-    from ckpt.tensors import DType, SourceTensor, View
+    from ckpt.tensors import DType, Shard, SourceTensor, View
     from ckpt.training import TrainingArgs
 
 _SHOWN = 8
@@ -226,10 +226,9 @@ class _Builder:
         if match.layer >= self._args.layers + self._args.mtp_kept:
             self._dropped.append(tensor.name)
             return
-        rows = getattr(self._args, rule.layout.rows) if rule.layout.rows else 0
-        whole = place(tensor.shards, rule.layout, tensor.shape, rows)
+        whole = self._place(tensor.shards, rule.layout, tensor.shape)
         self._parameters += prod(whole.shape)
-        self._add_checks(tensor, whole, rule.layout, rows)
+        self._add_checks(tensor, whole, rule.layout)
         pieces = cut(whole.shape[0], rule.layout.cut, self._sizes)
         if rule.layout.cut is Cut.VOCABULARY:
             self._padding_rows = whole.shape[0] - pieces[0].rows
@@ -239,11 +238,18 @@ class _Builder:
             for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
                 self._add_target(replace(match, layer=layer), whole, pieces[0], pattern)
 
-    def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout, rows: int) -> None:
+    def _place(
+        self, shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None
+    ) -> Whole:
+        rows = getattr(self._args, layout.rows) if layout.rows else 0
+        blocks = [getattr(self._args, name) for name in layout.blocks]
+        return place(shards, layout, shape, rows, blocks)
+
+    def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout) -> None:
         first = tensor.shards[0].view
         self._checks += [Check(tensor.name, first, other) for other in whole.replicas]
         for copy, name in zip(tensor.copies, tensor.copy_names, strict=True):
-            other = place(copy, layout, tensor.shape, rows)
+            other = self._place(copy, layout, tensor.shape)
             if other.shape != whole.shape or len(other.parts) != len(whole.parts):
                 raise PlanError(
                     "a second stored copy has another shape",

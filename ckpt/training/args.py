@@ -1,0 +1,192 @@
+"""The architecture of a trained model, in Megatron's terms, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt.tensors import DType
+
+
+@dataclass(frozen=True)
+class TrainingArgs:
+    """Architecture of the trained model in Megatron's terms; sizes are those of the whole model.
+
+    ``notes`` holds one line for each value that was derived or assumed.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int | None
+    padded_vocab_size: int
+    max_positions: int
+    normalization: str
+    norm_eps: float
+    zero_centered_norm: bool
+    gated: bool
+    activation: str
+    linear_bias: bool
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    positions: str
+    rotary_base: float
+    rotary_percent: float
+    rotary_interleaved: bool
+    rotary_linear_factor: float | None
+    llama3_scaling: bool
+    llama3_factor: float
+    sliding_window: int | None
+    dtype: DType | None
+    experts: int
+    moe_layers: tuple[bool, ...]
+    router_topk: int
+    expert_ffn: int
+    shared_ffn: int | None
+    shared_gate: bool
+    router_score: str
+    router_bias: bool
+    router_pre_softmax: bool
+    router_groups: int | None
+    router_group_topk: int | None
+    router_scale: float | None
+    aux_loss: float
+    mla: bool
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_dim: int
+    qk_rope_dim: int
+    v_head_dim: int
+    rope_type: str | None
+    yarn_factor: float
+    yarn_original_positions: int | None
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_mscale: float
+    yarn_mscale_all_dim: float
+    mtp_layers: int
+    mtp_kept: int
+    mla_softmax_known: bool
+    embedding_norm: bool
+    parallel_residual: bool
+    seq_length: int | None = None
+    # Kinds of a layer's first and second block where not every layer has attention and an MLP.
+    mixers: tuple[str, ...] = ()
+    feed_forwards: tuple[str, ...] = ()
+    # Arguments in use that a family must understand, each with a line that explains it.
+    unusual: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def has_kind(self, layer: int, kind: str) -> bool:
+        """Whether layer ``layer`` holds a block of this kind.
+
+        ``attention``, ``linear_attention``, ``mamba``; ``dense`` and ``moe`` (the MLP). A layer
+        past the last one predicts a further token and is built like the last, with attention.
+        """
+        if layer >= self.layers:
+            return kind == "attention" or self._feed_forward(self.layers - 1) == kind
+        mixer = self.mixers[layer] if self.mixers else "attention"
+        return kind in {mixer, self._feed_forward(layer)}
+
+    def _feed_forward(self, layer: int) -> str:
+        if self.feed_forwards:
+            return self.feed_forwards[layer]
+        return "moe" if self.moe_layers[layer] else "dense"
+
+    @property
+    def qkv_bias_alone(self) -> bool:
+        """Whether queries, keys and values have biases and the other linears have none."""
+        return self.qkv_bias and not self.linear_bias
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has routed experts."""
+        return self.experts > 0
+
+    @property
+    def first_dense(self) -> int:
+        """How many layers come before the first one with experts."""
+        return self.moe_layers.index(True) if True in self.moe_layers else self.layers
+
+    @property
+    def moe_is_suffix(self) -> bool:
+        """Whether the dense layers all come first."""
+        return all(self.moe_layers[self.first_dense :])
+
+    @property
+    def all_moe(self) -> bool:
+        """Whether every layer has routed experts."""
+        return all(self.moe_layers) and self.is_moe
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether an expert is there that every token visits."""
+        return bool(self.shared_ffn)
+
+    @property
+    def shared_divides(self) -> bool:
+        """Whether the shared expert is as wide as a whole number of routed ones."""
+        return bool(self.shared_ffn and self.expert_ffn and self.shared_ffn % self.expert_ffn == 0)
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether choosing groups of experts first changes which experts are chosen.
+
+        It does not with one group, with all groups chosen, nor when each group counts by
+        its best expert and as many groups as experts are chosen: the best k experts then
+        lie in the best k groups.
+        """
+        if not self.router_groups or not self.router_group_topk or self.router_groups == 1:
+            return False
+        every = self.router_group_topk >= self.router_groups
+        return not every and self.router_topk != self.router_group_topk
+
+    @property
+    def experts_per_group_topk(self) -> int | None:
+        """How many experts' scores rank a group of experts, None without groups (moe_utils.py)."""
+        if not self.limits_groups:
+            return None
+        return self.router_topk // (self.router_group_topk or 1)
+
+    @property
+    def multi_head(self) -> bool:
+        """Whether every query head has a key and value head of its own."""
+        return self.groups == self.heads
+
+    @property
+    def plain_head_dim(self) -> bool:
+        """Whether the heads together are as wide as the hidden state."""
+        return self.head_dim * self.heads == self.hidden_size
+
+    @property
+    def fits_llama_class(self) -> bool:
+        """Whether transformers' Llama takes these sizes: it wants hidden to divide by heads.
+
+        Its Mistral is the same network without that wish, but has no biases.
+        """
+        return self.hidden_size % self.heads == 0 or self.linear_bias
+
+    @property
+    def four_times_ffn(self) -> bool:
+        """Whether the MLP is four times as wide as the hidden state."""
+        return self.ffn_hidden_size == 4 * self.hidden_size
+
+    @property
+    def uses_yarn(self) -> bool:
+        """Whether MLA's rotary positions are stretched; the type's default is yarn."""
+        return self.mla and self.rope_type in {None, "yarn"} and self.yarn_factor > 1
+
+    @property
+    def kv_down_rows(self) -> int:
+        """Rows of MLA's key-value down projection: the latent and the rotary key."""
+        return self.kv_lora_rank + self.qk_rope_dim
+
+    @property
+    def q_down_rows(self) -> int:
+        """Rows of MLA's query down projection, 0 without one."""
+        return self.q_lora_rank or 0
