@@ -3,6 +3,7 @@
     model = TinyModel("deepseek-mtp")
     write_legacy(root, model, Ranks(tp=2, pp=2, ep=2), te=True)
     write_torch_dist(root, model, Ranks(tp=2), te=True)
+    write_zarr(root, model, Ranks(tp=2), te=True)
     expected_hf(model)
 
 ``builders.py`` writes Llama-like models and their faults. Here the sizes and arguments are those
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
+import json
 import re
 import signal
 from dataclasses import dataclass, field
@@ -494,14 +497,7 @@ def write_torch_dist(
     ``singleton_local_shards``, ``common`` where the arguments are: ``common.pt`` or among the
     objects of the ``.distcp`` files as ``common_state``.
     """
-    items: dict[str, Item] = {}
-    names = _names(model, te=te)
-    for item in tensors(model):
-        _add_item(items, prefix, model, item, names[item.name], ranks, te=te, single=single)
-    if grouped:
-        for key, entry in items.items():
-            if ".experts." in key and "shared" not in key:
-                _merge_expert_chunks(entry, model.values.num_experts // ranks.ep)
+    items = _items(model, ranks, prefix, te=te, grouped=grouped, single=single)
     if optimizer:
         for key, entry in list(items.items()):
             zeros = {at: torch.zeros(block.shape) for at, block in entry.parts.items()}
@@ -514,7 +510,7 @@ def write_torch_dist(
         "content_metadata": {"singleton_local_shards": single},
     }
     objects: dict[str, Any] = {"rng_state/shard_0_1": [[{"seed": 1}]]}
-    for key in [key for key in items if re.search(r"linear_\w+\.weight$", key)]:
+    for key in _linears(items):
         objects[re.sub("weight$", "_extra_state/shard_0_1", key)] = [None]
     directory = root / f"iter_{iteration:07d}"
     directory.mkdir(parents=True)
@@ -526,6 +522,23 @@ def write_torch_dist(
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (root / TRACKER).write_text(str(iteration))
     return root
+
+
+def _items(model, ranks, prefix, *, te, grouped, single) -> dict[str, Item]:
+    """The model's weights as the global tensors of Megatron-Core's sharded state dict."""
+    items: dict[str, Item] = {}
+    names = _names(model, te=te)
+    for item in tensors(model):
+        _add_item(items, prefix, model, item, names[item.name], ranks, te=te, single=single)
+    if grouped:
+        for key, entry in items.items():
+            if ".experts." in key and "shared" not in key:
+                _merge_expert_chunks(entry, model.values.num_experts // ranks.ep)
+    return items
+
+
+def _linears(items) -> list[str]:
+    return [key for key in items if re.search(r"linear_\w+\.weight$", key)]
 
 
 def _add_item(items, prefix, model, item, name, ranks, *, te, single) -> None:
@@ -574,3 +587,85 @@ def _merge_expert_chunks(entry: Item, count: int) -> None:
         first = (*at[:axis], at[axis] // count * count, *at[axis + 1 :])
         merged.setdefault(first, []).append(block)
     entry.parts = {at: torch.cat(blocks, axis) for at, blocks in merged.items()}
+
+
+# --- the zarr format --------------------------------------------------------------------------
+
+ZARR_DTYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "bfloat16"}
+
+
+def write_zarr(
+    root: Path,
+    model: TinyModel,
+    ranks: Ranks,
+    *,
+    te: bool = False,
+    grouped: bool = False,
+    single: bool = False,
+    prefix: str = "",
+    optimizer: bool = False,
+    separator: str = ".",
+    cut_short: bool = False,
+    iteration: int = 7,
+) -> Path:
+    """A run's directory in the ``zarr`` format: one array (zarr v2) for each global tensor.
+
+    ``cut_short`` makes chunks that do not divide the array: those at its edges are stored in full
+    and filled up with numbers that are no weights.
+    """
+    directory = root / f"iter_{iteration:07d}"
+    items = _items(model, ranks, prefix, te=te, grouped=grouped, single=single)
+    if optimizer:
+        for key, entry in list(items.items()):
+            zeros = {at: torch.zeros(block.shape) for at, block in entry.parts.items()}
+            items[f"optimizer.state.exp_avg.{key}"] = Item(entry.shape, torch.float32, zeros)
+    for key, entry in items.items():
+        _write_array(directory / key, entry, separator, cut_short=cut_short)
+    for key in [key.replace("weight", "_extra_state") for key in _linears(items)]:
+        (directory / key).mkdir()
+        torch.save([None], directory / key / "shard_0_1.pt")
+    state = {
+        "args": training_args(model, ranks, te=te, format_="zarr"),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+    }
+    torch.save(state, directory / "common.pt")
+    config = {"sharded_backend": "zarr", "sharded_backend_version": 1, "common_backend": "torch"}
+    (directory / "metadata.json").write_text(json.dumps(config))
+    (root / TRACKER).write_text(str(iteration))
+    return root
+
+
+def _write_array(path: Path, entry: Item, separator: str, *, cut_short: bool) -> None:
+    """``.zarray`` and one raw file for each chunk, all of one size."""
+    value = torch.full(entry.shape, float("nan"), dtype=entry.dtype)
+    for start, block in entry.parts.items():
+        value[tuple(slice(at, at + n) for at, n in zip(start, block.shape, strict=True))] = block
+    sizes = {tuple(block.shape) for block in entry.parts.values()}
+    assert len(sizes) == 1, "zarr has chunks of one size"
+    (chunks,) = sizes
+    if cut_short:
+        chunks = tuple(-(-2 * size // 3) for size in entry.shape)
+    path.mkdir(parents=True)
+    header = {
+        "chunks": chunks,
+        "compressor": None,
+        "dtype": ZARR_DTYPES[entry.dtype],
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": entry.shape,
+        "zarr_format": 2,
+    }
+    if separator != ".":
+        header["dimension_separator"] = separator
+    (path / ".zarray").write_text(json.dumps(header, indent=4))
+    counts = [range(-(-whole // part)) for whole, part in zip(entry.shape, chunks, strict=True)]
+    for index in itertools.product(*counts):
+        full = torch.full(chunks, -777.0, dtype=entry.dtype)
+        box = [slice(at * size, (at + 1) * size) for at, size in zip(index, chunks, strict=True)]
+        inside = value[tuple(box)]
+        full[tuple(slice(0, size) for size in inside.shape)] = inside
+        file = path / separator.join(str(at) for at in index)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(full.view(torch.uint8).numpy().tobytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckpt.sources import deepspeed, legacy, torch_dist
+from ckpt.sources import deepspeed, legacy, torch_dist, zarr
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
 
@@ -24,6 +24,7 @@ class SourceFormat(Protocol):
 FORMATS: dict[str, SourceFormat] = {
     "torch_dist": torch_dist,
     "torch": legacy,
+    "zarr": zarr,
     "deepspeed": deepspeed,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
+CONFIG = "metadata.json"
 _ITERATION = re.compile(r"iter_(\d{7,})|global_step(\d+)")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 IterationChoice = int | Literal["latest", "release"]
@@ -30,6 +32,8 @@ class Located:
 
 def detect_format(directory: Path) -> str | None:
     """The format of an iteration's directory, or None if it holds no complete checkpoint."""
+    if _sharded_backend(directory) == "zarr":
+        return "zarr"
     if (directory / ".metadata").is_file():
         return "torch_dist"
     ranks = [path for path in directory.glob("mp_rank_*") if _RANK.fullmatch(path.name)]
@@ -38,6 +42,15 @@ def detect_format(directory: Path) -> str | None:
     if any(directory.glob("mp_rank_*_model_states.pt")):
         return "deepspeed"
     return None
+
+
+def _sharded_backend(directory: Path) -> object:
+    """What Megatron-Core's ``metadata.json``, the last file that it saves, calls the format."""
+    try:
+        content = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content.get("sharded_backend") if isinstance(content, dict) else None
 
 
 def locate(path: Path, iteration: IterationChoice = "latest") -> Located:

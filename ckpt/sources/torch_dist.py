@@ -1,22 +1,20 @@
 """Megatron-Core's ``torch_dist`` format: global tensors cut into chunks, indexed by ``.metadata``.
 
 The index is a pickle of torch.distributed.checkpoint.metadata.Metadata; a chunk is a whole
-``torch.save`` archive inside a ``.distcp`` file. Homogeneous models stack all layers in
-one tensor, experts have an axis of their own (megatron/core/transformer/transformer_block.py
-and moe/experts.py, ``sharded_state_dict``); both axes are taken apart here.
+``torch.save`` archive inside a ``.distcp`` file.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, parallelism_of
-from ckpt.sources.flatten import namespace
+from ckpt.sources.common_state import ARGS_HINT, COMMON_FILE, plain_args, read_common_file
+from ckpt.sources.global_tensors import model_tensors
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
 from ckpt.tensors import DType, Shard, SourceTensor, View
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt.sources.locate import Located
-
-_STACKED = re.compile(r"^(decoder\.layers\.)(?!\d+\.)(.*)$")
-_EXPERTS = re.compile(r"^(.*\.mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\.\w+)$")
-_HALVES = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_(w|v)$")
-_ARGS_HINT = "Restore common.pt, or copy the args of another iteration of the same run"
 
 
 @dataclass(frozen=True)
@@ -66,15 +59,15 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     items, skipped = _list_items(metadata, directory)
     _check_files(items, directory)
     opener = _Opener(directory, reader) if spans else None
-    tensors = _merge_halves(_expand(items, directory, opener))
-    args = _plain_args(common)
+    tensors = model_tensors(_stored(items, directory, opener))
+    args = plain_args(common)
     return Checkpoint(
         format="torch_dist",
         directory=directory,
         iteration=located.iteration,
         args=args,
         parallelism=parallelism_of(args),
-        tensors=tuple(tensors),
+        tensors=tensors,
         shapes={tensor.name: tensor.shape for tensor in tensors},
         skipped=names.count_skipped(skipped),
         files=tuple(sorted({directory / chunk.file for item in items for chunk in item.chunks})),
@@ -140,13 +133,10 @@ def _read_common(
     metadata: Any,  # noqa: ANN401 - unpickled
     reader: Reader,
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """The unsharded state: ``common.pt``, or since 0.17 the object ``common_state``."""
-    file = directory / "common.pt"
+    """The unsharded state: ``common.pt``, or since 0.19 the object ``common_state``."""
+    file = directory / COMMON_FILE
     if file.is_file():
-        root = read_archive(file, reader).root
-        if isinstance(root, dict):
-            return root, (file,)
-        raise SourceError("not a dictionary", file=file)
+        return read_common_file(file, reader), (file,)
     for key, place in metadata.storage_data.items():
         if key.fqn == "common_state" or key.fqn.startswith("common_state/"):
             archive = _open(directory, place, reader)
@@ -156,22 +146,13 @@ def _read_common(
     raise SourceError(
         "the training arguments are missing: no common.pt and no common_state object",
         file=directory,
-        hint=_ARGS_HINT,
+        hint=ARGS_HINT,
     )
 
 
 def _open(directory: Path, place: Any, reader: Reader) -> TorchArchive:  # noqa: ANN401
     file = directory / place.relative_path
     return read_archive(file, reader, offset=place.offset, length=place.length)
-
-
-def _plain_args(common: dict[str, Any]) -> dict[str, Any]:
-    values = namespace(common.get("args"))
-    if not values:
-        raise SourceError("the checkpoint holds no training arguments", hint=_ARGS_HINT)
-    if "checkpoint_version" in common:
-        values.setdefault("checkpoint_version", common["checkpoint_version"])
-    return values
 
 
 def _list_items(metadata: Any, directory: Path) -> tuple[list[_Item], list[tuple[str, str]]]:  # noqa: ANN401
@@ -262,8 +243,8 @@ class _Opener:
         return archive.view(root, name=item.name)
 
 
-def _expand(items: list[_Item], directory: Path, opener: _Opener | None) -> list[SourceTensor]:
-    """One tensor for each layer and expert, from tensors that stack them."""
+def _stored(items: list[_Item], directory: Path, opener: _Opener | None) -> list[SourceTensor]:
+    """The global tensors under their keys in the index."""
     tensors: list[SourceTensor] = []
     for item in items:
         shards = []
@@ -274,66 +255,5 @@ def _expand(items: list[_Item], directory: Path, opener: _Opener | None) -> list
             else:
                 view = opener.view(item, chunk)
             shards.append(Shard(view, start=chunk.start))
-        name = names.strip_prefixes(item.name)
-        tensors += _unstack(SourceTensor(name, item.dtype, tuple(shards), item.shape))
-    return [replace(tensor, name=names.canonical(tensor.name)) for tensor in tensors]
-
-
-def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
-    found = _STACKED.match(tensor.name)
-    if found:
-        prefix, rest = found[1], found[2]
-        layers = _entries(tensor, lambda index: f"{prefix}{index}.{rest}")
-        return [part for layer in layers for part in _unstack(layer)]
-    found = _EXPERTS.match(tensor.name)
-    if not found:
-        return [tensor]
-    prefix, number, rest = found[1], found[2], found[3]
-    if number is not None:
-        return [replace(tensor, name=f"{prefix}{number}.{rest}")]
-    return _entries(tensor, lambda index: f"{prefix}{index}.{rest}")
-
-
-def _entries(tensor: SourceTensor, name: Any) -> list[SourceTensor]:  # noqa: ANN401 - a function
-    """The entries along the first axis, each a tensor of its own."""
-    shape = tensor.shape or (0,)
-    shards: dict[int, list[Shard]] = {}
-    for shard in tensor.shards if tensor.shape else ():
-        start = shard.start or ()
-        for index in range(shard.view.shape[0]):
-            part = Shard(shard.view.select(0, index), start=start[1:])
-            shards.setdefault(start[0] + index, []).append(part)
-    if not shards or len(shards) != shape[0] or max(shards) >= shape[0]:
-        raise SourceError(
-            "its stored parts leave out entries of its first axis",
-            tensor=tensor.name,
-            expected=f"shape {list(shape)}",
-            found=f"{len(shards)} entries",
-        )
-    return [
-        SourceTensor(name(index), tensor.dtype, tuple(parts), shape[1:])
-        for index, parts in sorted(shards.items())
-    ]
-
-
-def _merge_halves(tensors: list[SourceTensor]) -> list[SourceTensor]:
-    """Gate and up stored as two keys ``..._w`` and ``..._v`` become one tensor again."""
-    whole: dict[str, SourceTensor] = {}
-    for tensor in tensors:
-        found = _HALVES.match(tensor.name)
-        if not found:
-            if tensor.name in whole:
-                raise SourceError("two keys are the same tensor", tensor=tensor.name)
-            whole[tensor.name] = tensor
-            continue
-        name, half = found[1], found[2]
-        shape = tensor.shape or ()
-        shift = shape[0] if half == "v" else 0
-        shards = [
-            Shard(shard.view, start=((shard.start or ())[0] + shift, *(shard.start or ())[1:]))
-            for shard in tensor.shards
-        ]
-        known = whole.get(name)
-        merged = (*(known.shards if known else ()), *shards)
-        whole[name] = SourceTensor(name, tensor.dtype, merged, (2 * shape[0], *shape[1:]))
-    return list(whole.values())
+        tensors.append(SourceTensor(item.name, item.dtype, tuple(shards), item.shape))
+    return tensors
