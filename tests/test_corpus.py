@@ -6,6 +6,7 @@ import json
 
 import torch
 import transformers
+from mtp_reference import mtp_logits
 from safetensors.torch import load_file
 
 from ckpt.config import ConvertOptions
@@ -74,3 +75,7 @@ def test_the_converted_model_answers_as_the_original(corpus_case, tmp_path):
         return
     original = (recorded["logits"] if exact is None else exact)[..., : found.shape[-1]]
     assert (found - original).abs().max() <= 1e-4
+    if "mtp_logits" in recorded:
+        (further,) = mtp_logits(tmp_path / "out", ids)
+        original = recorded["mtp_logits"][..., : found.shape[-1]]
+        assert (further - original).abs().max() <= 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_checkpoints import Layout
+from mtp_reference import mtp_logits
 from safetensors.torch import load_file
 
 from ckpt.config import ConvertOptions, ValidateOptions
@@ -30,6 +31,7 @@ LAYOUTS = [
     Layout("deepseek", tp=2, pp=2, te=True, format="torch"),
     Layout("deepseek", tp=2, ep=2, te=True),
     Layout("deepseek-mtp", te=True),
+    Layout("deepseek-mtp", tp=2, pp=2, te=True, format="torch"),
 ]
 
 
@@ -50,6 +52,19 @@ def test_the_converted_model_answers_as_megatron_did(made, layout, tmp_path):
     original = item.logits_fp32[..., : found.shape[-1]]
     assert original.std() > 0.1
     assert (found - original).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "layout", [x for x in LAYOUTS if "mtp" in x.family], ids=lambda layout: layout.name
+)
+def test_a12_further_tokens_are_predicted_as_megatron_did(made, layout, tmp_path):
+    """Each head's logits, computed with transformers' layers from the converted tensors."""
+    item = made[layout.name]
+    convert_checkpoint(item.directory, tmp_path / "out", ConvertOptions())
+    (further,) = mtp_logits(tmp_path / "out", item.input_ids)
+    original = item.mtp_logits[..., : further.shape[-1]]
+    assert original.std() > 0.1
+    assert (further - original).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(
