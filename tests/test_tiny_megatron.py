@@ -19,6 +19,7 @@ from tiny_megatron import (
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
+from ckpt.errors import SourceError
 from ckpt.inspection import weight_files
 
 # GPT-2 has other names and no gates; its checkpoints come from Megatron itself.
@@ -173,3 +174,12 @@ def test_tiny_checkpoints_have_the_structure_of_real_ones(tmp_path, real, number
         # TransformerEngine's stand-in stores each expert as a chunk of its own
         write_torch_dist(tmp_path / "run", model, ranks, te=te, single=single)
     assert structure(tmp_path / "run") == structure(made.directory)
+
+
+def test_a08_expert_ranks_that_overwrote_each_others_file_are_refused(tmp_path):
+    """With ETP above TP two ranks save under one name: half of each expert is lost."""
+    model = TinyModel("mixtral")
+    source = write_legacy(tmp_path / "run", model, Ranks(tp=2, etp=4))
+    with pytest.raises(SourceError, match="2 expert tensor-parallel ranks wrote this one file"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions())
+    assert not (tmp_path / "out").exists()

@@ -36,6 +36,8 @@ EXTRA_STATES: dict[str, Callable[[], Any]] = {
     "uint8": lambda: torch.empty(0, dtype=torch.uint8),
     "bytes": lambda: torch.arange(7, dtype=torch.uint8),
 }
+# Families that are another one's network under another name.
+SAME_NETWORK = {"mistral"}
 SHALLOW = {"num_layers": 3, "moe_layer_freq": 1}
 SHALLOW_DEEPSEEK = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
 
@@ -53,6 +55,11 @@ class TinyModel:
         """The training arguments that do not depend on the ranks."""
         shallow = SHALLOW_DEEPSEEK if self.family.startswith("deepseek") else SHALLOW
         return argparse.Namespace(**{**BASE, **FAMILIES[self.family], **shallow, **self.args})
+
+    @property
+    def hf_family(self) -> str | None:
+        """The family that must be asked for, where another one is the same network."""
+        return self.family if self.family in SAME_NETWORK else None
 
     def is_moe(self, layer: int) -> bool:
         a = self.values
@@ -669,3 +676,19 @@ def _write_array(path: Path, entry: Item, separator: str, *, cut_short: bool) ->
         file = path / separator.join(str(at) for at in index)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(full.view(torch.uint8).numpy().tobytes())
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A format's writer, and which models such a program trains."""
+
+    write: Callable[..., Path]
+    holds: Callable[[TinyModel], bool] = lambda model: True
+
+
+# A new format adds itself here.
+WRITERS: dict[str, Writer] = {
+    "torch": Writer(write_legacy),
+    "torch_dist": Writer(write_torch_dist),
+    "zarr": Writer(write_zarr),
+}

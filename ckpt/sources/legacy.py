@@ -322,6 +322,15 @@ class _Collector:
             if (number % sizes.tensor, number // sizes.expert_tensor % sizes.expert)
             == (rank.tp, rank.ep)
         }
+        if len(held) > 1:
+            raise SourceError(
+                f"{len(held)} expert tensor-parallel ranks wrote this one file over each other",
+                file=rank.archive.file,
+                tensor=name,
+                expected=f"ETP at most TP, which is {sizes.tensor}",
+                found=f"ETP {sizes.expert_tensor}",
+                hint="The other ranks' experts are lost; save the run again as torch_dist",
+            )
         for etp in held:
             yield etp, names.shift_expert(name, rank.ep * local)
 

@@ -1,0 +1,119 @@
+"""Every family from every format and whatever ranks, bit for bit against slow independent code.
+
+``tiny_megatron`` joins, cuts and renames tensors with plain torch calls and shares nothing with
+the layout rules. Sizes differ from one another and each value depends on its tensor's name.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megatron_families import FAMILIES
+from safetensors.torch import load_file
+from tiny_megatron import WRITERS, Ranks, TinyModel, expected_hf, tensors, whole
+
+from ckpt.arch import ARCHITECTURES
+from ckpt.config import ConvertOptions
+from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.inspection import weight_files
+from ckpt.sources import FORMATS
+
+AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "row": 1, "down": 0}
+
+
+def fits(model: TinyModel, ranks: Ranks) -> bool:
+    """Whether Megatron could cut every tensor over these ranks."""
+    experts = model.values.num_experts or 1
+    if experts % ranks.ep or max(ranks.tp, ranks.expert_tp * ranks.ep) % ranks.tp:
+        return False
+    for item in tensors(model):
+        size = ranks.expert_tp if ".local_experts." in item.name else ranks.tp
+        axis = AXES.get(item.kind)
+        if axis is None:
+            continue
+        length = whole(model, item, ranks.tp).shape[axis]
+        if length % (size * (2 if item.kind == "gate_up" else 1)):
+            return False
+    return True
+
+
+@st.composite
+def layouts(draw, family: str, format_: str):
+    """A model of the family and ranks that can hold it: depth, stages of any sizes, experts."""
+    layers = draw(st.integers(2, 6))
+    values = TinyModel(family).values
+    args: dict[str, object] = {"num_layers": layers}
+    if isinstance(values.moe_layer_freq, list):
+        dense = draw(st.integers(0, layers - 1))
+        args["moe_layer_freq"] = [0] * dense + [1] * (layers - dense)
+    model = TinyModel(family, draw(st.sampled_from([torch.float32, torch.bfloat16])), args)
+    stages = draw(st.integers(1, min(layers, 4)))
+    vpp = draw(st.sampled_from([n for n in (1, 2, 3) if stages % n == 0]))
+    cuts = sorted(
+        draw(st.lists(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1,
+                      unique=True))
+    )  # fmt: skip
+    split = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+    ep = draw(st.sampled_from([1, 2, 3])) if values.num_experts else 1
+    tp = draw(st.sampled_from([1, 2, 4]))
+    etp = draw(st.sampled_from([None, 1, 2])) if values.num_experts else None
+    if etp and format_ == "torch":  # more of them than TP ranks would share files
+        etp = min(etp, tp)
+    ranks = Ranks(tp, stages // vpp, vpp, ep, etp, split)
+    if not fits(model, ranks):
+        ranks = Ranks(1, stages // vpp, vpp, ep, None, split)
+    options = {"te": draw(st.booleans())}
+    if values.num_experts:
+        options["grouped"] = draw(st.booleans())
+    return model, ranks, options
+
+
+def pairs():
+    for family in FAMILIES:
+        for format_, writer in WRITERS.items():
+            if writer.holds(TinyModel(family)):
+                yield pytest.param(family, format_, id=f"{family}-{format_}")
+
+
+@pytest.mark.parametrize(("family", "format_"), list(pairs()))
+@given(data=st.data())
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_ranks_of_any_format_give_the_exact_tensors(family, format_, data):
+    """Names, types, shapes and every bit, for stages and ranks of whatever sizes."""
+    model, ranks, options = data.draw(layouts(family, format_))
+    with tempfile.TemporaryDirectory() as place:
+        root, out = Path(place) / "run", Path(place) / "out"
+        root.mkdir()
+        WRITERS[format_].write(root, model, ranks, **options)
+        convert_checkpoint(root, out, ConvertOptions(family=model.hf_family))
+        found: dict[str, torch.Tensor] = {}
+        for name in weight_files(out):
+            found |= load_file(out / name)
+    expected = expected_hf(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def test_every_family_of_the_registry_is_among_them(tmp_path):
+    """A new table needs tiny checkpoints of its own."""
+    reached = set()
+    for number, family in enumerate(FAMILIES):
+        model = TinyModel(family)
+        source = tmp_path / str(number)
+        source.mkdir()
+        WRITERS["torch"].write(source, model, Ranks())
+        options = ConvertOptions(family=model.hf_family)
+        reached.add(plan_conversion(source, options).architecture.name)
+    assert reached == set(ARCHITECTURES)
+
+
+def test_every_format_of_the_registry_is_among_them():
+    """A new source needs a writer of its own."""
+    assert set(FORMATS) <= set(WRITERS)
