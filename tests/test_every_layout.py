@@ -13,15 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_families import FAMILIES
 from safetensors.torch import load_file
-from tiny_megatron import WRITERS, Ranks, TinyModel, expected_hf, tensors, whole
+from tiny_megatron import TINY_FAMILIES, WRITERS, Ranks, TinyModel, expected_hf, tensors, whole
 
 from ckpt.arch import ARCHITECTURES
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, plan_conversion
 from ckpt.inspection import weight_files
-from ckpt.sources import FORMATS
 
 AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "row": 1, "down": 0}
 
@@ -74,7 +72,7 @@ def layouts(draw, family: str, format_: str):
 
 
 def pairs():
-    for family in FAMILIES:
+    for family in TINY_FAMILIES:
         for format_, writer in WRITERS.items():
             if writer.holds(TinyModel(family)):
                 yield pytest.param(family, format_, id=f"{family}-{format_}")
@@ -104,16 +102,13 @@ def test_any_ranks_of_any_format_give_the_exact_tensors(family, format_, data):
 def test_every_family_of_the_registry_is_among_them(tmp_path):
     """A new table needs tiny checkpoints of its own."""
     reached = set()
-    for number, family in enumerate(FAMILIES):
-        model = TinyModel(family)
+    models = [TinyModel(family) for family in TINY_FAMILIES]
+    # transformers' Llama wants hidden to divide by heads, else it is written as a Mistral
+    models.append(TinyModel("llama", args={"hidden_size": 96}))
+    for number, model in enumerate(models):
         source = tmp_path / str(number)
         source.mkdir()
         WRITERS["torch"].write(source, model, Ranks())
         options = ConvertOptions(family=model.hf_family)
         reached.add(plan_conversion(source, options).architecture.name)
     assert reached == set(ARCHITECTURES)
-
-
-def test_every_format_of_the_registry_is_among_them():
-    """A new source needs a writer of its own."""
-    assert set(FORMATS) <= set(WRITERS)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
+from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,23 @@ EXTRA_STATES: dict[str, Callable[[], Any]] = {
     "bytesio": lambda: io.BytesIO(b"state"),
     "uint8": lambda: torch.empty(0, dtype=torch.uint8),
     "bytes": lambda: torch.arange(7, dtype=torch.uint8),
+}
+# Families with biases and names of their own.
+GPT = {"gpt": GPT2, "neox": NEOX, "bloom": BLOOM}
+TINY_FAMILIES = {
+    **FAMILIES,
+    "neox": {
+        **FAMILIES["gpt"],
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "ffn_hidden_size": 704,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "bloom": {
+        **FAMILIES["gpt"],
+        "position_embedding_type": "alibi",
+        "bias_gelu_fusion": True,
+    },
 }
 # Families that are another one's network under another name.
 SAME_NETWORK = {"mistral"}
@@ -54,7 +72,8 @@ class TinyModel:
     def values(self) -> argparse.Namespace:
         """The training arguments that do not depend on the ranks."""
         shallow = SHALLOW_DEEPSEEK if self.family.startswith("deepseek") else SHALLOW
-        return argparse.Namespace(**{**BASE, **FAMILIES[self.family], **shallow, **self.args})
+        known = {**BASE, **TINY_FAMILIES[self.family], **shallow, **self.args}
+        return argparse.Namespace(**known)
 
     @property
     def hf_family(self) -> str | None:
@@ -111,6 +130,8 @@ class Tensor:
 def tensors(model: TinyModel) -> list[Tensor]:
     """Every tensor of the model, layers and experts numbered globally, in the local spec."""
     a = model.values
+    if model.family in GPT:
+        return [Tensor(*row) for row in rows(a, GPT[model.family])]
     table = (a.vocab_size, a.hidden_size)
     further = range(a.num_layers, a.num_layers + (a.mtp_num_layers or 0))
     copies = {
@@ -269,7 +290,7 @@ def expected_hf(model: TinyModel) -> dict[str, torch.Tensor]:
             value = _value(model, tensor, index)
             found[name] = value.float() + 1 if centred and "norm" in name else value
             found.update(dict.fromkeys(tensor.also, found[name]))
-    return found
+    return joined(found) if model.family in GPT else found
 
 
 def whole(model: TinyModel, tensor: Tensor, tp: int) -> torch.Tensor:
@@ -426,7 +447,7 @@ def _chunk(model, stages, stage, ranks, at, *, te, grouped) -> dict[str, Any]:
     for item in tensors(model):
         name = _local_name(names[item.name], stages[stage], first=stage == 0, last=last)
         tied_head = not model.values.untie_embeddings_and_output_weights and last and stage
-        if item.name.startswith("embedding.") and tied_head:
+        if item.name == "embedding.word_embeddings.weight" and tied_head:
             name = "output_layer.weight"
         elif item.name.startswith("embedding.") and model.values.mtp_num_layers and last:
             name = item.name
