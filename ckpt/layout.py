@@ -43,7 +43,7 @@ class Layout:
     block 0 of all ranks, then block 1 of all ranks. With ``rows`` (the name of a size in
     the training arguments) a shard that already has so many rows is whole on every rank.
     ``blocks`` names the sizes of unequal blocks of the whole tensor; a rank holds its share of
-    each, one after another.
+    each, one after another. ``total`` names the number of rows that the whole tensor must have.
     """
 
     dim: int | None = None
@@ -52,6 +52,7 @@ class Layout:
     rows: str | None = None
     transposed: bool = False
     blocks: tuple[str, ...] = ()
+    total: str | None = None
 
 
 REPLICATED = Layout()

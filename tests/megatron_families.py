@@ -115,6 +115,15 @@ LITE: dict[str, object] = dict(
     moe_router_group_topk=None,
     moe_router_topk_scaling_factor=1.0,
 )
+GEMMA: dict[str, object] = dict(
+    hidden_size=96,  # Hugging Face's Gemma wants it to be a multiple of the heads
+    layernorm_zero_centered_gamma=True,
+    layernorm_epsilon=1e-6,
+    swiglu=False,
+    geglu=True,
+    openai_gelu=True,
+    untie_embeddings_and_output_weights=False,
+)
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": dict(rotary_base=500000),
     "llama1p": dict(layernorm_zero_centered_gamma=True),
@@ -145,6 +154,40 @@ FAMILIES: dict[str, dict[str, object]] = {
         moe_router_pre_softmax=True,
     ),
     "qwen3moe": dict(**MOE, **QWEN, qk_layernorm=True, moe_grouped_gemm=True),
+    "gemma": dict(**GEMMA, apply_embedding_scaling=True),
+    "gemma2": dict(
+        **GEMMA,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        window_size=(30, 0),
+    ),
+    "gemma3": dict(
+        **GEMMA,
+        qk_layernorm=True,
+        softmax_scale=24**-0.5,
+        window_size=33,
+        interleaved_attn_pattern=[5, 1],
+        rotary_base=[10000, 1000000],
+        rope_scaling_factor=8.0,
+    ),
+    "glm4": dict(
+        add_qkv_bias=True,
+        rotary_interleaved=True,
+        rotary_percent=0.5,
+        post_self_attn_layernorm=True,
+        post_mlp_layernorm=True,
+    ),
+    "minimax": dict(
+        **MOE,
+        qk_layernorm=True,
+        full_width_qk_norm=True,
+        rotary_percent=0.5,
+        rotary_base=5000000,
+        moe_router_topk=3,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
     "deepseek": DEEPSEEK,
     "deepseek-mtp": dict(**DEEPSEEK, mtp_num_layers=1),
     "deepseek-gg": dict(**DEEPSEEK, moe_grouped_gemm=True),

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import megatron_variants as variants
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -118,6 +119,7 @@ def make_config(args, dtype):
         config = MLATransformerConfig(**values, apply_rope_fusion=False)
     else:
         config = TransformerConfig(**values)
+    variants.adapt_config(args, config)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         config.bf16 = True  # GroupedMLP asserts it; our stand-in multiplies any type
     return config
@@ -153,9 +155,10 @@ def _chunk(args, config, stage):
         te = layers["use_transformer_engine"]
         mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=stage)
     at = dict(ignore_virtual=False, vp_stage=stage)
-    return GPTModel(
+    spec = get_gpt_decoder_block_spec(config, **layers, vp_stage=stage)
+    model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, **layers, vp_stage=stage),
+        transformer_layer_spec=variants.adapt_spec(args, spec),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=groups.is_pipeline_first_stage(**at),
@@ -164,13 +167,14 @@ def _chunk(args, config, stage):
         position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
+        rotary_base=variants.global_base(args),
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         mtp_block_spec=mtp,
         vp_stage=stage,
     )
+    return variants.adapt_model(args, model)
 
 
 def sharding(*, single=False):

@@ -50,6 +50,18 @@ MADE_TRUE: dict[str, dict[str, Any]] = {
     "multi_head": {"groups": 4},
     "plain_head_dim": {},
     "four_times_ffn": {"ffn_hidden_size": 96},
+    "heads_divide_hidden": {},
+    "query_scalar_is_whole": {},
+    "normalises_scores": {},
+}
+# Answers to what a family may ask the user.
+ANSWERS: dict[str, Any] = {
+    "scales_embedding": True,
+    "query_scalar": 20.0,
+    "attention_cap": 40.0,
+    "logit_cap": 25.0,
+    "local_rotary_base": 700.0,
+    "window_layers": (True, False, True),
 }
 
 
@@ -62,6 +74,9 @@ def variants(architecture: Architecture) -> list[TrainingArgs]:
     for name, allowed in architecture.expects.items():
         if name in {item.name for item in fields(TrainingArgs)}:
             args = replace(args, **{name: allowed[0]})
+    args = replace(args, **{name: ANSWERS[name] for name in architecture.asks})
+    if args.window_layers:
+        args = replace(args, sliding_window=9)
     found = []
     for tied, bias, rank in itertools.product([False, True], [False, True], [None, 12]):
         one = replace(args, tied=tied, linear_bias=bias, qkv_bias=args.qkv_bias or bias)
@@ -80,6 +95,7 @@ def test_names_that_a_table_uses_exist(architecture):
     for rule in architecture.rules:
         used |= {rule.when.lstrip("!")} if rule.when else set()
         used |= {rule.layout.rows} if rule.layout.rows else set()
+        used |= {rule.layout.total} if rule.layout.total else set()
     for name in used:
         assert hasattr(BASE, name), name
 

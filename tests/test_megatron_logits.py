@@ -32,6 +32,16 @@ LAYOUTS = [
     Layout("deepseek", tp=2, ep=2, te=True),
     Layout("deepseek-mtp", te=True),
     Layout("deepseek-mtp", tp=2, pp=2, te=True, format="torch"),
+    Layout("gemma", tp=2, te=True),
+    Layout("gemma2", tp=2, te=True, format="torch", positions=(2, 224)),
+    Layout("gemma2", pp=2, te=True, positions=(2, 224)),
+    Layout("gemma3", tp=2, pp=2, te=True, positions=(2, 224)),
+    Layout("gemma3", te=True, format="torch", positions=(2, 224)),
+    Layout("glm4", tp=2, te=True, format="torch", positions=(2, 224)),
+    Layout("glm4", pp=2, te=True),
+    Layout("minimax", tp=2, ep=2, etp=1, te=True, format="torch", positions=(2, 224)),
+    Layout("minimax", tp=2, te=True),
+    Layout("minimax", ep=2),
 ]
 
 

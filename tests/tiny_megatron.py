@@ -22,6 +22,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import tiny_families_b
 import torch
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
@@ -162,6 +163,8 @@ def _plain(name: str, hf: str, shape: tuple[int, ...], kind: str = "copy") -> Te
 
 
 def _layer(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+    if model.family in tiny_families_b.LAYERS:
+        return tiny_families_b.LAYERS[model.family](model, core, layer)
     a, hf = model.values, f"model.layers.{layer}."
     attention = _latent_attention if a.multi_latent_attention else _attention
     size = (a.hidden_size,)
@@ -237,7 +240,7 @@ def _mlp(
 
 def _experts(model: TinyModel, core: str, hf: str) -> list[Tensor]:
     a = model.values
-    mixtral = model.family.startswith("mixtral")
+    mixtral = model.family.startswith(("mixtral", "minimax"))
     hf += "block_sparse_moe." if mixtral else "mlp."
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = [
@@ -283,7 +286,7 @@ def expected_hf(model: TinyModel) -> dict[str, torch.Tensor]:
 
     Gains stored as a distance from 1 become fp32, since 1 + x need not fit the stored type.
     """
-    centred = model.values.layernorm_zero_centered_gamma
+    centred = model.values.layernorm_zero_centered_gamma and "gemma" not in model.family
     found = {}
     for tensor in tensors(model):
         for index, (name, _) in enumerate(tensor.parts):
@@ -360,6 +363,9 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
         block = item.name.split(".pre_mlp_layernorm.")[0]
         if te and block not in experts:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if te and model.family.startswith("gemma"):
+            for plain, fused in tiny_families_b.POST_NORMS.items():
+                name = name.replace(plain, fused)
         found[item.name] = name
     return found
 

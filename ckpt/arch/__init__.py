@@ -6,8 +6,11 @@ import difflib
 from typing import TYPE_CHECKING
 
 from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from ckpt.arch.gemma import GEMMA, GEMMA2, GEMMA3
+from ckpt.arch.glm4 import GLM4
 from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
 from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
+from ckpt.arch.minimax import MINIMAX_M2
 from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.errors import FamilyError
@@ -33,6 +36,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT2,
         GPT_NEOX,
         BLOOM,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        GLM4,
+        MINIMAX_M2,
     )
 }
 
@@ -48,16 +56,27 @@ def choose_architecture(args: TrainingArgs, family: str | None = None) -> Archit
         reasons = chosen.mismatches(args)
         if reasons:
             raise FamilyError(f"family {family} cannot represent this model: {'; '.join(reasons)}")
-        return chosen
+        return _answered(chosen, args)
     for architecture in ARCHITECTURES.values():
         if not architecture.mismatches(args):
-            return architecture
+            return _answered(architecture, args)
     nearest = min(ARCHITECTURES.values(), key=lambda item: len(item.mismatches(args)))
     raise FamilyError(
         f"no family fits this model; nearest is {nearest.name}, but "
         + "; ".join(nearest.mismatches(args)),
         hint=f"Known families: {', '.join(ARCHITECTURES)}",
     )
+
+
+def _answered(architecture: Architecture, args: TrainingArgs) -> Architecture:
+    """The family itself; raises FamilyError where the arguments leave out what it depends on."""
+    missing = architecture.unanswered(args)
+    if missing:
+        raise FamilyError(
+            f"this looks like {architecture.name}, but the training arguments do not say all of it",
+            hint="Supply " + " ".join(f"--set {text}" for text in missing),
+        )
+    return architecture
 
 
 def _by_name(family: str) -> Architecture:

@@ -72,6 +72,7 @@ EXPECTS: dict[str, tuple[Any, ...]] = {
 DEEPSEEK_V3 = Architecture(
     name="deepseek_v3",
     model_class="DeepseekV3ForCausalLM",
+    proof="logits",
     expects={
         **EXPECTS,
         "router_score": ("sigmoid",),
@@ -88,7 +89,7 @@ DEEPSEEK_V3 = Architecture(
         # transformers does not read these two; vLLM routes by them.
         "scoring_func": Const("sigmoid"),
         "topk_method": Const("noaux_tc"),
-        "norm_topk_prob": Const(value=True),
+        "norm_topk_prob": "normalises_scores",
         "num_nextn_predict_layers": "mtp_kept",
     },
     aliases=("moonlight", "kimi_k2", "deepseek"),

@@ -34,6 +34,7 @@ _G = "transformer.h.{layer}."
 GPT2 = Architecture(
     name="gpt2",
     model_class="GPT2LMHeadModel",
+    proof="logits",
     expects={
         **_EXPECTS,
         "activation": ("gelu", "gelu_new"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ckpt.arch.table import Architecture, Const, Rule
-from ckpt.layout import GATE_UP, QKV, REPLICATED, ROW, VOCABULARY
+from ckpt.layout import GATE_UP, QKV, REPLICATED, ROW, VOCABULARY, Layout
 
 L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 ATTENTION, HF_ATTENTION = L + "self_attention.", H + "self_attn."
@@ -31,10 +31,11 @@ OUTPUT_BIAS = (
     Rule(ATTENTION + "linear_proj.bias", REPLICATED, (HF_ATTENTION + "o_proj.bias",),
          when="linear_bias"),
 )  # fmt: skip
+ONE_HEAD = Layout(total="head_dim")
 QK_NORM = (
-    Rule(ATTENTION + "q_layernorm.weight", REPLICATED, (HF_ATTENTION + "q_norm.weight",),
+    Rule(ATTENTION + "q_layernorm.weight", ONE_HEAD, (HF_ATTENTION + "q_norm.weight",),
          when="qk_norm", norm=True),
-    Rule(ATTENTION + "k_layernorm.weight", REPLICATED, (HF_ATTENTION + "k_norm.weight",),
+    Rule(ATTENTION + "k_layernorm.weight", ONE_HEAD, (HF_ATTENTION + "k_norm.weight",),
          when="qk_norm", norm=True),
 )  # fmt: skip
 DENSE_MLP = (
@@ -69,6 +70,12 @@ BASE_CONFIG: dict[str, str | Const] = {
     "initializer_range": Const(0.02),
     "use_cache": Const(value=True),
 }
+# Where the class assumes ids of its first tokenizer; a tokenizer that is given replaces these.
+NO_TOKEN_IDS: dict[str, str | Const] = {
+    "bos_token_id": Const(None),
+    "eos_token_id": Const(None),
+    "pad_token_id": Const(None),
+}
 BASE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "gated": (True,),
@@ -77,11 +84,13 @@ BASE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "mla": (False,),
+    "post_norms": (False,),
 }
 
 LLAMA = Architecture(
     name="llama",
     model_class="LlamaForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         "experts": (0,),
@@ -105,6 +114,7 @@ LLAMA = Architecture(
 MISTRAL = Architecture(
     name="mistral",
     model_class="MistralForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         "experts": (0,),
@@ -124,6 +134,7 @@ _X, _HF_X = L + "mlp.experts.{expert}.", H + "block_sparse_moe.experts.{expert}.
 MIXTRAL = Architecture(
     name="mixtral",
     model_class="MixtralForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         "all_moe": (True,),

@@ -26,6 +26,7 @@ _SLIDING: dict[str, str | Const] = {
 QWEN2 = Architecture(
     name="qwen2",
     model_class="Qwen2ForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         "experts": (0,),
@@ -42,6 +43,7 @@ QWEN2 = Architecture(
 QWEN3 = Architecture(
     name="qwen3",
     model_class="Qwen3ForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         "experts": (0,),
@@ -110,6 +112,7 @@ QWEN2_MOE = Architecture(
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
     model_class="Qwen3MoeForCausalLM",
+    proof="logits",
     expects={
         **BASE_EXPECTS,
         **_MOE_EXPECTS,

@@ -67,7 +67,9 @@ class Architecture:
     Hugging Face class can represent; anything else is refused with the reason that this
     gives. ``config`` maps keys of config.json to a :class:`Const` or to the name of a fact
     in ``ckpt.convert.facts``. ``norm_adds_one`` says that the Hugging Face class computes
-    with 1 + weight.
+    with 1 + weight. ``asks`` maps facts that may be None for want of a training argument to what
+    the user should give with ``--set``. ``proof`` says what the table is held to: the logits
+    of Megatron-Core's own model, or only the names and shapes of Hugging Face's.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Architecture:
     norm_adds_one: bool = False
     aliases: tuple[str, ...] = field(default=())
     understands: frozenset[str] = frozenset()
+    asks: Mapping[str, str] = field(default_factory=dict)
+    proof: Literal["logits", "shapes"] = "shapes"
 
     def mismatches(self, args: TrainingArgs) -> list[str]:
         """Why this family cannot represent the model, one line for each reason."""
@@ -91,6 +95,10 @@ class Architecture:
             for name, line in args.unusual
             if name not in self.understands
         ]
+
+    def unanswered(self, args: TrainingArgs) -> list[str]:
+        """What the user must still say before the model can be represented."""
+        return [text for name, text in self.asks.items() if getattr(args, name) is None]
 
 
 def _either(allowed: tuple[Any, ...]) -> str:

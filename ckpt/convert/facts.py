@@ -53,6 +53,22 @@ def v2_topk_method(args: TrainingArgs) -> str:
     return "greedy" if args.experts_per_group_topk is None else "group_limited_greedy"
 
 
+def window_layer_types(args: TrainingArgs) -> list[str]:
+    """Hugging Face's name for each layer's attention, with a sliding window or without."""
+    kinds = ("full_attention", "sliding_attention")
+    return [kinds[local] for local in args.window_layers or (False,) * args.layers]
+
+
+def window_pattern(args: TrainingArgs) -> int | None:
+    """Every how many layers one has no window, as older transformers say it, else None."""
+    local = args.window_layers or ()
+    if all(local) or not any(local):
+        return None
+    size = local.index(False) + 1
+    regular = all(kind == ((n + 1) % size != 0) for n, kind in enumerate(local))
+    return size if regular else None
+
+
 def yarn_max_positions(args: TrainingArgs) -> int:
     """Positions that the model can take: the stretched original ones under YaRN."""
     if args.uses_yarn and args.yarn_original_positions:
@@ -65,6 +81,13 @@ DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "rope_scaling": rope_scaling,
     "v2_topk_method": v2_topk_method,
     "yarn_max_positions": yarn_max_positions,
+    "window_layer_types": window_layer_types,
+    "window_pattern": window_pattern,
+    "rotary_dim": lambda args: int(args.head_dim * args.rotary_percent),
+    "normalises_scores": lambda args: args.normalises_scores,
+    "query_scalar": lambda args: int(args.query_scalar or 0),
+    "attention_cap": lambda args: args.attention_cap or None,
+    "logit_cap": lambda args: args.logit_cap or None,
     "n_shared_experts": lambda args: (args.shared_ffn or 0) // args.expert_ffn,
     "routed_scaling_factor": lambda args: args.router_scale or 1.0,
     "group_count": lambda args: args.router_groups if args.limits_groups else 1,

@@ -243,7 +243,16 @@ class _Builder:
     ) -> Whole:
         rows = getattr(self._args, layout.rows) if layout.rows else 0
         blocks = [getattr(self._args, name) for name in layout.blocks]
-        return place(shards, layout, shape, rows, blocks)
+        whole = place(shards, layout, shape, rows, blocks)
+        total = getattr(self._args, layout.total) if layout.total else whole.shape[0]
+        if whole.shape[0] != total:
+            raise PlanError(
+                "the number of rows does not fit",
+                file=shards[0].view.file,
+                expected=f"{total} ({layout.total})",
+                found=f"{whole.shape[0]} on {len(shards)} rank(s)",
+            )
+        return whole
 
     def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout) -> None:
         first = tensor.shards[0].view

@@ -33,6 +33,8 @@ _OLD: tuple[tuple[str, str], ...] = (
     (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
     (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
     (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"\.self_attention\.linear_proj\.post_layernorm\.", ".post_self_attn_layernorm."),
+    (r"\.mlp\.linear_fc2\.post_layernorm\.", ".post_mlp_layernorm."),
     (r"\.self_attention\.linear_qkv(_down_proj)?\.layer_norm_(\w+)$", r".input_layernorm.\2"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
     (r"\.linear_q_up_proj\.layer_norm_(weight|bias)$", r".q_layernorm.\1"),

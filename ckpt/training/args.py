@@ -75,6 +75,14 @@ class TrainingArgs:
     embedding_norm: bool
     parallel_residual: bool
     seq_length: int | None = None
+    # What the Gemmas have (see ckpt.training.gemma); None: nothing says it.
+    post_norms: bool = False
+    query_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    scales_embedding: bool | None = False
+    local_rotary_base: float | None = None
+    window_layers: tuple[bool, ...] | None = None
     # Kinds of a layer's first and second block where not every layer has attention and an MLP.
     mixers: tuple[str, ...] = ()
     feed_forwards: tuple[str, ...] = ()
@@ -154,6 +162,21 @@ class TrainingArgs:
         return self.router_topk // (self.router_group_topk or 1)
 
     @property
+    def normalises_scores(self) -> bool:
+        """Whether the sigmoid scores of the chosen experts are made to sum to 1 (moe_utils.py)."""
+        return self.router_topk > 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of all key heads together."""
+        return self.groups * self.head_dim
+
+    @property
     def multi_head(self) -> bool:
         """Whether every query head has a key and value head of its own."""
         return self.groups == self.heads
@@ -162,6 +185,16 @@ class TrainingArgs:
     def plain_head_dim(self) -> bool:
         """Whether the heads together are as wide as the hidden state."""
         return self.head_dim * self.heads == self.hidden_size
+
+    @property
+    def heads_divide_hidden(self) -> bool:
+        """Whether the hidden state is a whole number of times as wide as there are heads."""
+        return self.hidden_size % self.heads == 0
+
+    @property
+    def query_scalar_is_whole(self) -> bool:
+        """Whether what divides attention's scores is the root of a whole number, or unknown."""
+        return self.query_scalar is None or float(self.query_scalar).is_integer()
 
     @property
     def fits_llama_class(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import FamilyError
 from ckpt.training.args import TrainingArgs
 from ckpt.training.fields import Fields
+from ckpt.training.gemma import gemma
 from ckpt.training.latent import latent_attention
 from ckpt.training.unusual import unusual_arguments, warnings
 
@@ -37,6 +38,7 @@ def parse_training_args(
             "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
             "unusual": unusual_arguments(values),
         }
+        parsed |= gemma(fields, parsed)
     except (ArithmeticError, TypeError, ValueError) as error:
         raise FamilyError(f"a training argument is of the wrong kind: {error}") from error
     args = TrainingArgs(**parsed, notes=(*fields.notes, *warnings(values)))
@@ -170,9 +172,10 @@ def _activation(fields: Fields, *, gated: bool) -> str:
         return "relu2"
     if fields.get("quick_geglu", default=False):
         return "quick_gelu"
-    fused = fields.get("bias_gelu_fusion", default=False)  # its kernel is the tanh form
-    tanh = (fields.get("openai_gelu", default=False) or fused) and not gated
-    return "gelu_new" if tanh else "gelu"
+    fused = fields.get("bias_gelu_fusion", default=False)  # its kernels are the tanh form
+    if not (fields.get("openai_gelu", default=False) or fused):
+        return "gelu"
+    return "gelu_pytorch_tanh" if gated else "gelu_new"
 
 
 def _rope(fields: Fields) -> dict[str, Any]:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("softmax_type", (None, "vanilla"), "a learned sink in each attention head"),
     ("softmax_scale", (None,), "a softmax scale of its own"),
+    ("query_pre_attn_scalar", (None,), "a softmax scale of its own"),
+    ("attn_logit_softcapping", (None, 0, 0.0), "capped attention scores"),
+    ("final_logit_softcapping", (None, 0, 0.0), "capped logits"),
+    ("apply_embedding_scaling", (None, False), "embeddings times the root of their size"),
+    ("interleaved_attn_pattern", (None,), "sliding windows in some layers only"),
     ("window_attn_skip_freq", (None, 0), "sliding windows in some layers only"),
     ("no_rope_freq", (None, 0), "layers without rotary positions"),
     ("mrope_section", (None,), "rotary positions in sections"),

@@ -1,0 +1,91 @@
+"""Tensors of a layer, and of what lies around the layers, for further families.
+
+``LAYERS[family](model, core, layer)`` gives one layer's tensors as ``tiny_megatron.tensors`` does,
+``NORMS`` the training names that TransformerEngine's spec spells otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiny_megatron import Tensor, TinyModel
+
+# Megatron-Bridge keeps these two norms inside the linears before them.
+POST_NORMS = {
+    ".post_self_attn_layernorm.": ".self_attention.linear_proj.post_layernorm.",
+    ".post_mlp_layernorm.": ".mlp.linear_fc2.post_layernorm.",
+}
+
+
+def four_norms(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+    """A Gemma 2 or 3 layer."""
+    from tiny_megatron import _attention, _mlp, _plain
+
+    a, hf = model.values, f"model.layers.{layer}."
+    size = (a.hidden_size,)
+    return [
+        _plain(core + "input_layernorm.weight", hf + "input_layernorm.weight", size),
+        *_attention(a, core + "self_attention.", hf + "self_attn."),
+        _plain(core + "post_self_attn_layernorm.weight", hf + "post_attention_layernorm.weight",
+               size),
+        _plain(core + "pre_mlp_layernorm.weight", hf + "pre_feedforward_layernorm.weight", size),
+        *_mlp(a, core + "mlp.", hf + "mlp.", a.ffn_hidden_size),
+        _plain(core + "post_mlp_layernorm.weight", hf + "post_feedforward_layernorm.weight", size),
+    ]  # fmt: skip
+
+
+def glm4(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+    """A GLM-4 layer: gate and up are one tensor on both sides."""
+    from tiny_megatron import Tensor, _attention, _plain
+
+    a, hf = model.values, f"model.layers.{layer}."
+    size = (a.hidden_size,)
+    norms = {
+        "input_layernorm": "input_layernorm",
+        "post_self_attn_layernorm": "post_self_attn_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_mlp_layernorm",
+    }
+    both = ((hf + "mlp.gate_up_proj.weight", (2 * a.ffn_hidden_size, a.hidden_size)),)
+    shape = (a.hidden_size, a.ffn_hidden_size)
+    return [
+        *(_plain(f"{core}{o}.weight", f"{hf}{t}.weight", size) for o, t in norms.items()),
+        *_attention(a, core + "self_attention.", hf + "self_attn."),
+        Tensor(core + "mlp.linear_fc1.weight", "gate_up", both),
+        _plain(core + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", shape, "row"),
+    ]
+
+
+def minimax(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+    """A MiniMax-M2 layer: norms over all heads, cut like them; a bias beside the gate."""
+    from dataclasses import replace
+
+    from tiny_megatron import Tensor, _attention, _experts, _plain
+
+    a, hf = model.values, f"model.layers.{layer}."
+    size = (a.hidden_size,)
+    bias = ((hf + "block_sparse_moe.e_score_correction_bias", (a.num_experts,)),)
+    plain = replace(model, args={**model.args, "moe_router_enable_expert_bias": False})
+    widths = {"q": a.num_attention_heads, "k": a.num_query_groups}
+    return [
+        _plain(core + "input_layernorm.weight", hf + "input_layernorm.weight", size),
+        *(item for item in _attention(a, core + "self_attention.", hf + "self_attn.")
+          if "_layernorm" not in item.name),
+        *(_plain(f"{core}self_attention.{part}_layernorm.weight",
+                 f"{hf}self_attn.{part}_norm.weight", (heads * a.kv_channels,), "column")
+          for part, heads in widths.items()),
+        _plain(core + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", size),
+        *_experts(plain, core + "mlp.", hf),
+        Tensor(core + "mlp.router.expert_bias", "copy", bias, fp32=True),
+    ]  # fmt: skip
+
+
+LAYERS: dict[str, Callable[[TinyModel, str, int], list[Tensor]]] = {
+    "gemma2": four_norms,
+    "gemma3": four_norms,
+    "glm4": glm4,
+    "minimax": minimax,
+}
