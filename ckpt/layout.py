@@ -31,6 +31,7 @@ class Cut(Enum):
     GROUPED_QKV = "grouped qkv"  # per group: its queries, one key, one value -> q, k, v
     FLAT_QKV = "flat qkv"  # the same rows -> one tensor [all q; all k; all v]
     GATE_UP = "gate, up"  # first half, second half
+    BLOCKS = "blocks"  # one tensor for each of the blocks that the layout names
     INTERLEAVED_GATE_UP = "gate and up in turns"  # one tensor: gate 0, up 0, gate 1, ...
 
 
@@ -71,6 +72,7 @@ class Sizes:
     groups: int
     head_dim: int
     vocab_size: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,13 @@ def cut(rows: int, kind: Cut, sizes: Sizes) -> tuple[CutTarget, ...]:
         case Cut.VOCABULARY:
             _expect(rows >= sizes.vocab_size, f"at least {sizes.vocab_size} rows", rows)
             return (CutTarget(sizes.vocab_size, (Segment(0, 0, sizes.vocab_size),)),)
+        case Cut.BLOCKS:
+            _expect(rows == sum(sizes.blocks), f"{sum(sizes.blocks)} rows", rows)
+            starts = [sum(sizes.blocks[:number]) for number in range(len(sizes.blocks))]
+            return tuple(
+                CutTarget(block, (Segment(start, 0, block),))
+                for start, block in zip(starts, sizes.blocks, strict=True)
+            )
         case Cut.GATE_UP | Cut.INTERLEAVED_GATE_UP:
             _expect(rows % 2 == 0, "an even number of rows", rows)
             return _cut_gate_up(rows // 2, interleaved=kind is Cut.INTERLEAVED_GATE_UP)

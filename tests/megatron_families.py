@@ -104,6 +104,13 @@ DEEPSEEK: dict[str, object] = dict(
     moe_router_group_topk=2,
     moe_router_topk_scaling_factor=2.5,
 )
+SPARSE: dict[str, object] = dict(
+    experimental_attention_variant="dsa",
+    dsa_indexer_n_heads=3,
+    dsa_indexer_head_dim=20,
+    dsa_indexer_topk=24,
+    dsa_indexer_rope_interleaved=False,
+)
 LITE: dict[str, object] = dict(
     q_lora_rank=None,
     rope_type="rope",
@@ -191,5 +198,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "deepseek": DEEPSEEK,
     "deepseek-mtp": dict(**DEEPSEEK, mtp_num_layers=1),
     "deepseek-gg": dict(**DEEPSEEK, moe_grouped_gemm=True),
+    "deepseek-v32": dict(**DEEPSEEK, **SPARSE),
+    "deepseek-glm5": {**DEEPSEEK, **SPARSE, "dsa_indexer_rope_interleaved": True},
     "deepseek-lite": {**DEEPSEEK, **LITE},
 }

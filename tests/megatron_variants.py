@@ -13,9 +13,12 @@ import copy
 import torch
 from megatron.core import parallel_state as groups
 from megatron.core.activations import fast_gelu
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -118,12 +121,45 @@ class FullWidthKeyNorm(FullWidthNorm):
     heads = "num_query_groups"
 
 
+class Indexer(dsa.DSAIndexer):
+    """As Megatron-Core 0.19 turns the indexer's queries and keys: the first rows of a head.
+
+    Its Hadamard transform is left out: it is orthogonal and needs a GPU.
+    """
+
+    def _apply_rope(self, x, rotary_pos_emb, mscale):
+        size = self.qk_pos_emb_head_dim
+        config = copy.copy(self.config)
+        config.multi_latent_attention = self.config.dsa_indexer_rope_interleaved
+        turned = apply_rotary_pos_emb(
+            x[..., :size], rotary_pos_emb, config, mscale=mscale, cp_group=self.pg_collection.cp
+        )
+        return torch.cat([turned, x[..., size:]], dim=-1)
+
+
+def _make_sparse(own):
+    """DeepSeek sparse attention as Megatron-Core 0.19 composes it: norms before the linears."""
+    dsa.rotate_activation = lambda x: x
+    parts = dict.fromkeys(
+        ("linear_wq_b", "linear_wk", "linear_weights_proj"), megatron_te.Duplicated
+    )
+    indexer = dsa.DSAIndexerSubmodules(**parts, k_norm=megatron_te.Norm)
+    own.core_attention = ModuleSpec(
+        dsa.DSAttention,
+        submodules=dsa.DSAttentionSubmodules(indexer=ModuleSpec(Indexer, submodules=indexer)),
+    )
+    own.linear_q_up_proj = own.linear_kv_up_proj = megatron_te.Column
+    own.q_layernorm = own.kv_layernorm = megatron_te.Norm
+
+
 def is_gemma(args):
     return getattr(args, "geglu", False)
 
 
 def adapt_config(args, config):
-    """Settings that Megatron's configuration has no fields for."""
+    """Settings that Megatron's configuration has no fields for, or checks before they are."""
+    for name in [name for name in vars(args) if name.startswith(("dsa_", "experimental_"))]:
+        setattr(config, name, getattr(args, name))
     if not is_gemma(args):
         return
     config.gated_linear_unit, config.activation_func = True, fast_gelu
@@ -145,6 +181,8 @@ def adapt_spec(args, block):
     for layer in block.layer_specs:
         if getattr(args, "post_self_attn_layernorm", False):
             layer.module = NormedLayer
+        if getattr(args, "dsa_indexer_n_heads", None):
+            _make_sparse(layer.submodules.self_attention.submodules)
         if getattr(args, "full_width_qk_norm", False):
             own = layer.submodules.self_attention.submodules
             own.q_layernorm, own.k_layernorm = FullWidthNorm, FullWidthKeyNorm

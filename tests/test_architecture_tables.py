@@ -36,6 +36,7 @@ BASE = parse_training_args(
         "max_position_embeddings": 32, "layernorm_epsilon": 3e-5, "rotary_base": 5000,
         "position_embedding_type": "rope", "add_bias_linear": False,
         "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 7,
+        "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 9, "dsa_indexer_topk": 5,
     },
     {},
 )  # fmt: skip
@@ -53,6 +54,7 @@ MADE_TRUE: dict[str, dict[str, Any]] = {
     "heads_divide_hidden": {},
     "query_scalar_is_whole": {},
     "normalises_scores": {},
+    "has_q_lora": {"q_lora_rank": 12},
 }
 # Answers to what a family may ask the user.
 ANSWERS: dict[str, Any] = {
@@ -62,6 +64,7 @@ ANSWERS: dict[str, Any] = {
     "logit_cap": 25.0,
     "local_rotary_base": 700.0,
     "window_layers": (True, False, True),
+    "indexer_interleaved": False,
 }
 
 

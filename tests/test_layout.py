@@ -122,6 +122,33 @@ def test_row_parallel_shards_join_side_by_side_also_transposed(
     assert np.array_equal(turned, whole.T)
 
 
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    ranks=st.integers(1, 3),
+    width=st.integers(1, 3),
+)
+def test_unequal_blocks_are_joined_over_ranks_and_parted_again(
+    tmp_path_factory, sizes, ranks, width
+):
+    """A rank holds its share of each block in turn; the targets are the blocks."""
+    blocks = [
+        np.arange(size * ranks * width, dtype=np.int32).reshape(-1, width) + 1000 * number
+        for number, size in enumerate(sizes)
+    ]
+    shares = zip(*(np.split(block, ranks) for block in blocks), strict=True)
+    views = stored(tmp_path_factory.mktemp("x") / "f", [np.concatenate(rank) for rank in shares])
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    rows = tuple(size * ranks for size in sizes)
+    names = tuple("abc"[: len(sizes)])
+    whole = place(shards, Layout(dim=0, blocks=names), None, 0, rows)
+    targets = cut(whole.shape[0], Cut.BLOCKS, Sizes(1, 1, 1, 0, rows))
+    for target, truth in zip(targets, blocks, strict=True):
+        copies = copies_for(whole, target, transposed=False, base=0)
+        assert np.array_equal(carry_out(copies, truth.shape), truth)
+    with pytest.raises(PlanError, match="rows"):
+        cut(whole.shape[0] + 1, Cut.BLOCKS, Sizes(1, 1, 1, 0, rows))
+
+
 def test_flat_and_interleaved_targets(tmp_path):
     """One tensor of all queries, keys, values; and gate and up rows in turns."""
     whole = np.arange(12, dtype=np.int32).reshape(12, 1)

@@ -19,7 +19,7 @@ from tiny_megatron import (
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
-from ckpt.errors import SourceError
+from ckpt.errors import CkptError, SourceError
 from ckpt.inspection import weight_files
 
 # GPT-2 has other names and no gates; its checkpoints come from Megatron itself.
@@ -85,6 +85,38 @@ def test_a05_a07_a08_experts_keep_their_numbers(tmp_path, family, layout):
     assert_converts(source, model, tmp_path / "legacy")
     source = write_torch_dist(tmp_path / "dist", model, ranks, **options)
     assert_converts(source, model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", LEGACY)
+@pytest.mark.parametrize("family", ["deepseek", "deepseek-mtp", "deepseek-v32"])
+def test_fused_down_projections_are_taken_apart_rank_by_rank(tmp_path, family, layout):
+    """Each rank holds its share of the queries' rows, then of the keys and values'."""
+    ranks, te = LEGACY[layout]
+    model = TinyModel(family, args={"mla_down_proj_fusion": True})
+    assert_converts(write_legacy(tmp_path / "run", model, ranks, te=te), model, tmp_path / "out")
+
+
+def test_a_fused_down_projection_that_is_whole_on_every_rank_is_read_once(tmp_path):
+    """TransformerEngine's duplicated linear; the other ranks' copies are compared."""
+    model = TinyModel("deepseek", args={"mla_down_proj_fusion": True})
+    source = write_legacy(tmp_path / "run", model, Ranks(tp=2))
+    files = [torch.load(file, weights_only=False) for file in rank_files(source)]
+    for name in [name for name in files[0]["model"] if name.endswith("down_proj.weight")]:
+        shares = [file["model"][name].split([20, 17]) for file in files]
+        both = torch.cat([torch.cat(half) for half in zip(*shares, strict=True)])
+        for file in files:
+            file["model"][name] = both.clone()
+    for file, content in zip(rank_files(source), files, strict=True):
+        torch.save(content, file)
+    assert_converts(source, model, tmp_path / "out")
+    files[1]["model"]["decoder.layers.1.self_attention.linear_qkv_down_proj.weight"][3] += 1
+    torch.save(files[1], rank_files(source)[1])
+    with pytest.raises(CkptError, match="linear_qkv_down_proj"):
+        convert_checkpoint(source, tmp_path / "other", ConvertOptions())
+
+
+def rank_files(source):
+    return sorted(source.glob("iter_*/mp_rank_*/model_optim_rng.pt"))
 
 
 @pytest.mark.parametrize("extra", EXTRA_STATES)

@@ -83,6 +83,18 @@ def minimax(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def indexer_rows(a) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """What DeepSeek's sparse attention adds, on every rank; ``k_norm`` has a bias as well."""
+    heads, width, hidden = a.dsa_indexer_n_heads, a.dsa_indexer_head_dim, a.hidden_size
+    core, hf = "core_attention.indexer.", "indexer."
+    return [
+        (core + "linear_wq_b", hf + "wq_b", (heads * width, a.q_lora_rank), "copy"),
+        (core + "linear_wk", hf + "wk", (width, hidden), "copy"),
+        (core + "k_norm", hf + "k_norm", (width,), "copy"),
+        (core + "linear_weights_proj", hf + "weights_proj", (heads, hidden), "copy"),
+    ]
+
+
 LAYERS: dict[str, Callable[[TinyModel, str, int], list[Tensor]]] = {
     "gemma2": four_norms,
     "gemma3": four_norms,

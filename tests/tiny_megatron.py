@@ -212,6 +212,17 @@ def _latent_attention(a: argparse.Namespace, core: str, hf: str) -> list[Tensor]
          "column"),
         ("linear_proj", "o_proj", (hidden, heads * a.v_head_dim), "row"),
     ]  # fmt: skip
+    if getattr(a, "dsa_indexer_n_heads", None):
+        rows += tiny_families_b.indexer_rows(a)
+    if getattr(a, "mla_down_proj_fusion", False):
+        down = rows.pop(0)
+        both = (
+            (f"{hf}q_a_proj.weight", (a.q_lora_rank, hidden)),
+            (f"{hf}{down[1]}.weight", down[2]),
+        )
+        fused = [Tensor(core + "linear_qkv_down_proj.weight", "two_down", both)]
+    else:
+        fused = []
     if a.q_lora_rank:
         rows += [
             ("linear_q_down_proj", "q_a_proj", (a.q_lora_rank, hidden), "down"),
@@ -220,7 +231,14 @@ def _latent_attention(a: argparse.Namespace, core: str, hf: str) -> list[Tensor]
         ]
     else:
         rows.append(("linear_q_proj", "q_proj", (heads * query, hidden), "column"))
-    return [_plain(f"{core}{o}.weight", f"{hf}{t}.weight", s, k) for o, t, s, k in rows]
+    if fused:
+        rows = [row for row in rows if row[0] != "linear_q_down_proj"]
+    biased = [row for row in rows if row[0].endswith("k_norm")]
+    return [
+        *fused,
+        *(_plain(f"{core}{o}.weight", f"{hf}{t}.weight", s, k) for o, t, s, k in rows),
+        *(_plain(f"{core}{o}.bias", f"{hf}{t}.bias", s, k) for o, t, s, k in biased),
+    ]
 
 
 def _mlp(
@@ -325,12 +343,16 @@ def pieces(
 ) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
     """For each (expert) tensor-parallel rank, the blocks it holds and where each begins."""
     size = ranks.expert_tp if ".local_experts." in tensor.name else ranks.tp
-    axis = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "row": 1}.get(tensor.kind)
+    axis = {"vocab": 0, "column": 0, "two_down": 0, "gate_up": 0, "qkv": 0, "row": 1}.get(
+        tensor.kind
+    )
     if tensor.kind == "down":
         axis = None if te else 0
     if axis is None:
         return [[((0,) * value.dim(), value)] for _ in range(size)]
     halves = value.chunk(2) if tensor.kind == "gate_up" else (value,)
+    if tensor.kind == "two_down":
+        halves = value.split([shape[0] for _, shape in tensor.parts])
     found: list[list[tuple[tuple[int, ...], torch.Tensor]]] = [[] for _ in range(size)]
     at = 0
     for half in halves:
@@ -363,6 +385,9 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
         block = item.name.split(".pre_mlp_layernorm.")[0]
         if te and block not in experts:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if te and getattr(model.values, "mla_down_proj_fusion", False):
+            fused = ".self_attention.linear_qkv_down_proj.layer_norm_"
+            name = name.replace(".input_layernorm.", fused)
         if te and model.family.startswith("gemma"):
             for plain, fused in tiny_families_b.POST_NORMS.items():
                 name = name.replace(plain, fused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
 from ckpt.arch.gemma import GEMMA, GEMMA2, GEMMA3
 from ckpt.arch.glm4 import GLM4
 from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
@@ -33,6 +33,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         QWEN2_MOE,
         DEEPSEEK_V3,
         DEEPSEEK_V2,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         GPT2,
         GPT_NEOX,
         BLOOM,

@@ -229,7 +229,8 @@ class _Builder:
         whole = self._place(tensor.shards, rule.layout, tensor.shape)
         self._parameters += prod(whole.shape)
         self._add_checks(tensor, whole, rule.layout)
-        pieces = cut(whole.shape[0], rule.layout.cut, self._sizes)
+        sizes = replace(self._sizes, blocks=self._blocks(rule.layout))
+        pieces = cut(whole.shape[0], rule.layout.cut, sizes)
         if rule.layout.cut is Cut.VOCABULARY:
             self._padding_rows = whole.shape[0] - pieces[0].rows
         for name, piece in zip(rule.targets, pieces, strict=True):
@@ -238,12 +239,14 @@ class _Builder:
             for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
                 self._add_target(replace(match, layer=layer), whole, pieces[0], pattern)
 
+    def _blocks(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(getattr(self._args, name) for name in layout.blocks)
+
     def _place(
         self, shards: Sequence[Shard], layout: Layout, shape: tuple[int, ...] | None
     ) -> Whole:
         rows = getattr(self._args, layout.rows) if layout.rows else 0
-        blocks = [getattr(self._args, name) for name in layout.blocks]
-        whole = place(shards, layout, shape, rows, blocks)
+        whole = place(shards, layout, shape, rows, self._blocks(layout))
         total = getattr(self._args, layout.total) if layout.total else whole.shape[0]
         if whole.shape[0] != total:
             raise PlanError(

@@ -75,6 +75,15 @@ class TrainingArgs:
     embedding_norm: bool
     parallel_residual: bool
     seq_length: int | None = None
+    # Whether MLA's two down projections are one tensor.
+    fused_down: bool = False
+    # DeepSeek sparse attention; whether its rotary pairs are neighbours, None: nothing says it.
+    sparse_attention: bool = False
+    indexer_heads: int = 0
+    indexer_head_dim: int = 0
+    indexer_topk: int = 0
+    indexer_interleaved: bool | None = None
+    indexer_norm_eps: float = 0.0
     # What the Gemmas have (see ckpt.training.gemma); None: nothing says it.
     post_norms: bool = False
     query_scalar: float | None = None
@@ -218,6 +227,21 @@ class TrainingArgs:
     def kv_down_rows(self) -> int:
         """Rows of MLA's key-value down projection: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_dim
+
+    @property
+    def has_q_lora(self) -> bool:
+        """Whether MLA's queries have a down projection."""
+        return bool(self.q_lora_rank)
+
+    @property
+    def separate_q_down(self) -> bool:
+        """Whether that projection is a tensor of its own."""
+        return self.has_q_lora and not self.fused_down
+
+    @property
+    def down_rows(self) -> int:
+        """Rows of both of MLA's down projections."""
+        return self.q_down_rows + self.kv_down_rows
 
     @property
     def q_down_rows(self) -> int:

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from ckpt.training.fields import Fields
 
 
+_LATENT_EPSILON = 1e-6  # fixed in transformers' modeling_deepseek_v2.py and its successors
+
+
 def latent_attention(fields: Fields) -> dict[str, Any]:
     """The sizes of multi-latent attention and its YaRN, as fields of ``TrainingArgs``."""
     mla = bool(fields.get("multi_latent_attention", default=False))
@@ -19,7 +22,10 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
         original = fields.assume("original_max_position_embeddings", 4096)
         fields.assume("beta_fast", 32)
         fields.assume("beta_slow", 1)
+    _note_epsilon(fields, mla=mla)
     return {
+        **_sparse(fields),
+        "fused_down": any(name.endswith(".linear_qkv_down_proj.weight") for name in fields.shapes),
         "mla_softmax_known": not yarn or _softmax_known(fields),
         "q_lora_rank": fields.get("q_lora_rank", default=None),
         "kv_lora_rank": int(fields.value("kv_lora_rank", default=0) or 0),
@@ -33,6 +39,32 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
         "yarn_beta_slow": float(fields.value("beta_slow", default=1)),
         "yarn_mscale": float(fields.value("mscale", default=1.0)),
         "yarn_mscale_all_dim": float(fields.value("mscale_all_dim", default=0.0)),
+    }
+
+
+def _note_epsilon(fields: Fields, *, mla: bool) -> None:
+    """Say where transformers norms the latents with another epsilon than training did."""
+    epsilon = fields.get("layernorm_epsilon", "norm_epsilon", default=None)
+    if mla and epsilon not in {None, _LATENT_EPSILON}:
+        fields.notes.append(
+            f"transformers norms MLA's latents with epsilon {_LATENT_EPSILON}, training did with "
+            f"{epsilon}; vLLM follows config.json, which says {epsilon}"
+        )
+
+
+def _sparse(fields: Fields) -> dict[str, Any]:
+    """DeepSeek sparse attention (experimental_attention_variant/dsa.py)."""
+    interleaved = fields.get("dsa_indexer_rope_interleaved", default=None)
+    epsilon = fields.value(
+        "dsa_indexer_k_norm_epsilon", "layernorm_epsilon", "norm_epsilon", default=1e-5
+    )
+    return {
+        "sparse_attention": fields.get("experimental_attention_variant", default=None) == "dsa",
+        "indexer_heads": int(fields.value("dsa_indexer_n_heads", default=0)),
+        "indexer_head_dim": int(fields.value("dsa_indexer_head_dim", default=0)),
+        "indexer_topk": int(fields.value("dsa_indexer_topk", default=0)),
+        "indexer_interleaved": None if interleaved is None else bool(interleaved),
+        "indexer_norm_eps": float(epsilon),
     }
 
 

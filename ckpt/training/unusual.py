@@ -26,6 +26,8 @@ UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_l2_norm", (None, False), "queries and keys scaled to length 1"),
     ("attention_output_gate", (None, False), "a gate on attention's output"),
     ("experimental_attention_variant", (None,), "another kind of attention"),
+    ("dsa_indexer_topk_freq", (None, 1), "an indexer in some layers only"),
+    ("dsa_indexer_scoring_relu", (None, True), "indexer scores of either sign"),
     ("linear_attention_type", (None,), "linear attention"),
     ("linear_attention_freq", (None, 0), "linear attention in some layers"),
     ("hybrid_layer_pattern", (None, ""), "layers of several kinds"),

@@ -72,6 +72,20 @@ _LATENT = {
     "mscale_all_dim": 0.0,
 }
 
+# What other code built around Megatron-Core; without it the answers would be another model's.
+_BEYOND = (
+    "geglu",
+    "apply_embedding_scaling",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "interleaved_attn_pattern",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "dsa_indexer_n_heads",
+    "mla_down_proj_fusion",
+)
+
 
 def _fields(args, names):
     return {name: args.get(name, default) for name, default in names.items()}
@@ -83,6 +97,9 @@ def _either(args, *names, default):
 
 def make_config(args, *, te):
     """Megatron's configuration in fp32, from the training arguments by name."""
+    beyond = [name for name in _BEYOND if args.get(name)]
+    if beyond:
+        raise ValueError(f"Megatron-Core alone does not build a model with {', '.join(beyond)}")
     values = _fields(args, _COMMON)
     gated = args.get("swiglu", False)
     activation = functional.silu if gated else functional.gelu
