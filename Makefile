@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test lint format docs bench install install-megatron
-.PHONY: test-megatron test-vllm test-gpu engine test-wheel test-pythons clean
+.PHONY: test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
 	@echo "make demo    convert, check and serve the example checkpoint"
@@ -29,7 +29,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write docs/cli.md from the help texts"
 	@echo "make bench   time the conversion beside cp and a naive conversion"
-	@echo "also:        test-megatron test-vllm test-gpu test-wheel test-pythons format clean"
+	@echo "also:        test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 
 demo: $(VENV)/.app
 	$(CKPT) run pipeline.yaml
@@ -45,6 +45,9 @@ engine: $(VENV)/.app
 
 test-vllm: $(VENV)/.test engine
 	$(PY) -m pytest -m "vllm and not megatron and not gpu"
+
+test-transformers4: $(VENV)/transformers4
+	$(PY) -m pytest tests/test_transformers4.py --transformers4 $<
 
 test-gpu: $(VENV)/.megatron
 	$(PY) -m pytest -m gpu
@@ -89,6 +92,12 @@ $(VENV)/.app: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.app
 	$(PIP) install --group test
 	@touch $@
+
+# The last transformers 4, beside the newer one and without what it would change.
+OLDER := transformers==4.57.3 "huggingface-hub<1.0" "tokenizers<0.23" requests urllib3 idna
+OLDER += charset-normalizer certifi
+$(VENV)/transformers4: $(VENV)/.test
+	$(PIP) install --no-deps --target $@ $(OLDER)
 
 $(VENV)/.lint: $(VENV)/.app
 	$(PIP) install --group test --group lint

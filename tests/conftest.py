@@ -31,6 +31,13 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="Also convert every recorded case in DIR and compare its logits.",
     )
+    parser.addoption(
+        "--transformers4",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Also compare with the transformers 4 that pip installed with --target DIR.",
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -41,10 +48,17 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--corpus") is None:
-        chosen = [item for item in items if "corpus_case" not in item.fixturenames]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+    for option, fixture in (("--corpus", "corpus_case"), ("--transformers4", "transformers4")):
+        if config.getoption(option) is None:
+            chosen = [item for item in items if fixture not in item.fixturenames]
+            config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+            items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def transformers4(pytestconfig):
+    """The directory of the older transformers."""
+    return pytestconfig.getoption("--transformers4").resolve()
 
 
 @pytest.fixture(scope="session")
