@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt.errors import PlanError
+from ckpt.parts import Placed, check_cover, held_by_ranks
 from ckpt.tensors import View, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ckpt.parts import Held
     from ckpt.tensors import Shard
 
 
@@ -76,20 +77,12 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A part of a whole tensor: the elements of ``view`` belong at ``start``."""
-
-    view: View
-    start: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Whole:
-    """A whole training tensor: its shape, the parts that cover it, and spare equal copies."""
+    """A whole training tensor: its shape, the parts that cover it, and further ranks' copies."""
 
     shape: tuple[int, ...]
     parts: tuple[Placed, ...]
-    replicas: tuple[View, ...] = ()
+    replicas: tuple[tuple[Placed, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,57 +146,55 @@ def place(
         parts = tuple(Placed(shard.view, shard.start or ()) for shard in shards)
         check_cover(shape, parts)
         return Whole(shape, parts)
-    first = shards[0].view
+    held = held_by_ranks(shards)
+    first = held[0]
     whole_on_every_rank = layout.dim is None or (layout.rows and first.shape[0] == rows)
     if whole_on_every_rank:
-        _check_same_shape(shards)
-        replicas = tuple(shard.view for shard in shards[1:])
-        return Whole(first.shape, (Placed(first, (0,) * len(first.shape)),), replicas)
-    return _concatenate(shards, layout, blocks)
+        _check_same_shape(held)
+        return Whole(first.shape, first.parts, tuple(other.parts for other in held[1:]))
+    return _concatenate(held, layout, blocks)
 
 
-def _concatenate(shards: Sequence[Shard], layout: Layout, blocks: Sequence[int]) -> Whole:
+def _concatenate(held: Sequence[Held], layout: Layout, blocks: Sequence[int]) -> Whole:
     dim = layout.dim if layout.dim is not None else 0
-    views = [shard.view for shard in shards]
-    for view in views:
-        if len(view.shape) <= dim or view.shape[dim] % layout.parts:
+    first = held[0].shape
+    for one in held:
+        shape, file = one.shape, one.parts[0].view.file
+        if len(shape) <= dim or shape[dim] % layout.parts:
             raise PlanError(
                 f"cannot be split into {layout.parts} parts along dimension {dim}",
-                file=view.file,
-                found=f"shape {list(view.shape)}",
+                file=file,
+                found=f"shape {list(shape)}",
             )
-        others = (*view.shape[:dim], *view.shape[dim + 1 :])
-        expected = (*views[0].shape[:dim], *views[0].shape[dim + 1 :])
+        others, expected = (*shape[:dim], *shape[dim + 1 :]), (*first[:dim], *first[dim + 1 :])
         if others != expected:
             raise PlanError(
                 "ranks hold shards that do not fit together",
-                file=view.file,
+                file=file,
                 expected=f"{list(expected)} beside dimension {dim}",
                 found=f"{list(others)}",
             )
-    total = sum(view.shape[dim] for view in views)
+    shares = [_shares(one, layout, blocks, len(held)) for one in held]
     placed: list[Placed] = []
     at = 0
-    for share in _shares(views[0], layout, blocks, len(views)):
-        for view in views:
-            start = tuple(at if axis == dim else 0 for axis in range(len(view.shape)))
-            placed.append(Placed(view.narrow(dim, share[0], share[1]), start))
-            at += share[1]
-    shape = tuple(total if axis == dim else n for axis, n in enumerate(views[0].shape))
-    return Whole(shape, tuple(placed))
+    for part in range(len(shares[0])):
+        for one, own in zip(held, shares, strict=True):
+            start, length = own[part]
+            placed += one.narrow(dim, start, length).moved(dim, at)
+            at += length
+    return Whole((*first[:dim], at, *first[dim + 1 :]), tuple(placed))
 
 
-def _shares(view: View, layout: Layout, blocks: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+def _shares(one: Held, layout: Layout, blocks: Sequence[int], ranks: int) -> list[tuple[int, int]]:
     """(start, length) along the sharded dimension of each block within one rank's shard."""
-    dim = layout.dim if layout.dim is not None else 0
-    held = view.shape[dim]
+    held = one.shape[layout.dim if layout.dim is not None else 0]
     if not blocks:
         length = held // layout.parts
         return [(part * length, length) for part in range(layout.parts)]
     if any(block % ranks for block in blocks) or sum(blocks) != held * ranks:
         raise PlanError(
             f"cannot be split into the blocks {' + '.join(layout.blocks)}",
-            file=view.file,
+            file=one.parts[0].view.file,
             expected=f"{' + '.join(map(str, blocks))} rows over {ranks} rank(s)",
             found=f"{held} rows on each",
         )
@@ -214,51 +205,15 @@ def _shares(view: View, layout: Layout, blocks: Sequence[int], ranks: int) -> li
     return shares
 
 
-def _check_same_shape(shards: Sequence[Shard]) -> None:
-    first = shards[0].view
-    for shard in shards[1:]:
-        if shard.view.shape != first.shape:
+def _check_same_shape(held: Sequence[Held]) -> None:
+    for other in held[1:]:
+        if other.shape != held[0].shape:
             raise PlanError(
                 "ranks hold copies of different shapes",
-                file=shard.view.file,
-                expected=list(first.shape),
-                found=list(shard.view.shape),
+                file=other.parts[0].view.file,
+                expected=list(held[0].shape),
+                found=list(other.shape),
             )
-
-
-def check_cover(shape: tuple[int, ...], parts: Sequence[Placed]) -> None:
-    """Raise PlanError unless the parts cover ``shape`` exactly once."""
-    boxes = []
-    for part in parts:
-        ends = tuple(s + n for s, n in zip(part.start, part.view.shape, strict=False))
-        if len(part.start) != len(shape) or any(e > n for e, n in zip(ends, shape, strict=True)):
-            raise PlanError(
-                "a stored part lies outside the tensor",
-                file=part.view.file,
-                expected=f"inside {list(shape)}",
-                found=f"{list(part.view.shape)} at {list(part.start)}",
-            )
-        boxes.append((part.start, ends))
-    covered = sum(prod(part.view.shape) for part in parts)
-    if covered != prod(shape) or _any_overlap(boxes):
-        raise PlanError(
-            "its stored parts leave a gap or overlap",
-            file=parts[0].view.file if parts else None,
-            expected=f"{prod(shape)} elements of shape {list(shape)}, each once",
-            found=f"{covered} elements in {len(parts)} parts",
-        )
-
-
-def _any_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    ordered = sorted(boxes)
-    for index, (start, end) in enumerate(ordered):
-        for other_start, other_end in ordered[index + 1 :]:
-            if other_start and other_start[0] >= end[0]:
-                break
-            sides = zip(start, end, other_start, other_end, strict=True)
-            if all(a < d and c < b for a, b, c, d in sides):
-                return True
-    return False
 
 
 def cut(rows: int, kind: Cut, sizes: Sizes) -> tuple[CutTarget, ...]:

@@ -124,15 +124,24 @@ class View:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: at ``start`` of the whole, or held by rank ``rank`` of ``ranks``.
+    """A part of a tensor: at ``start`` of the whole, or held by rank ``rank``.
 
-    Exactly one of ``start`` and ``rank`` is set. Ranks are tensor-parallel ranks, or
-    expert-tensor-parallel ranks for the weights of routed experts.
+    Where a rank's tensor lies in several parts, both are set, and ``start`` is that of the
+    rank's own tensor. Ranks are tensor-parallel ranks, or expert-tensor-parallel ranks for
+    the weights of routed experts.
     """
 
     view: View
     start: tuple[int, ...] | None = None
     rank: int | None = None
+
+
+class Combine(Enum):
+    """How the copies make one tensor that several ranks hold whole."""
+
+    EQUAL = "equal"
+    MEAN = "mean"
+    SUM = "sum"
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,9 @@ class SourceTensor:
     layout rule of the tensor derives it from the shards, which are in order of rank.
     ``copies`` are further stored copies of the whole, such as the tied embedding that the
     last pipeline stage keeps; they must equal the tensor byte for byte. ``copy_names`` are
-    the names under which they are stored.
+    the names under which they are stored. ``combine`` says what a tensor is that every rank
+    holds whole: one of the ranks' copies, which must be equal; their mean, where training
+    lets them drift apart; or their sum, where each rank adds its own.
     """
 
     name: str
@@ -152,6 +163,7 @@ class SourceTensor:
     shape: tuple[int, ...] | None = None
     copies: tuple[tuple[Shard, ...], ...] = ()
     copy_names: tuple[str, ...] = ()
+    combine: Combine = Combine.EQUAL
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from ckpt.convert import write
 from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
 from ckpt.convert.plan import Check, Target
-from ckpt.convert.write import Files, read_receipt, run_checks, windows, write_file
+from ckpt.convert.checks import run_checks
+from ckpt.convert.write import Files, read_receipt, windows, write_file
 from ckpt.errors import OutputError, SourceError
 from ckpt.layout import Copy, rectangles
 from ckpt.progress import Silent

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt import __version__
 from ckpt.arch import choose_architecture
 from ckpt.convert import staging
+from ckpt.convert.checks import run_checks
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan, describe_plan
-from ckpt.convert.write import Files, Written, disk_faults, run_checks, write_file
+from ckpt.convert.write import Files, Written, disk_faults, write_file
 from ckpt.errors import OptionsError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.progress import Progress, Silent
@@ -187,7 +188,10 @@ def carry_out(
         progress.note(f"note: {note}")
     staging.check_output(output, overwrite=options.overwrite)
     with Files() as files:
-        run_checks(conversion.plan.checks, files, progress)
+        drift = run_checks(conversion.plan.checks, files, progress).note()
+        if drift:
+            conversion = replace(conversion, notes=(*conversion.notes, drift))
+            progress.note(f"note: {drift}")
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
         written = _write_weights(conversion, stage, files, progress)
     with disk_faults(stage):
@@ -290,6 +294,8 @@ def _notes(
     if args.mtp_layers:
         kept = "kept" if args.mtp_kept else f"dropped ({len(plan.dropped)} tensors)"
         notes.append(f"{args.mtp_layers} layer(s) that predict further tokens: {kept}")
+    if plan.summed:
+        notes.append(f"{plan.summed} tensors are the sum of what each rank adds")
     if plan.padding_rows:
         notes.append(f"{plan.padding_rows} padding rows of the vocabulary left out")
     if checkpoint.foreign_classes:

@@ -1,7 +1,7 @@
 """The few steps that are not copies, each on one bounded buffer.
 
 A step works on a flat buffer of elements. ``Cast`` and ``AddOne`` have no exact inverse:
-rounding loses bits.
+rounding loses bits. ``Combined`` has none at all: what each rank held is lost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.tensors import DType
+from ckpt.tensors import Combine, DType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,18 @@ class AddOne:
     amount: int = 1
 
 
-Step = Cast | AddOne
+@dataclass(frozen=True)
+class Combined:
+    """The mean or the sum of ``count`` ranks' copies, rounded once to their own type.
+
+    Reckoned in float64, in which the mean of equal copies is exactly that copy.
+    """
+
+    how: Combine
+    count: int
+
+
+Step = Cast | AddOne | Combined
 
 
 @dataclass
@@ -46,6 +57,8 @@ class CastReport:
 def result_dtype(dtype: DType, steps: tuple[Step, ...]) -> DType:
     """The element type after the steps."""
     for step in steps:
+        if isinstance(step, Combined):
+            continue
         dtype = step.to if isinstance(step, Cast) else DType.F32
     return dtype
 
@@ -53,13 +66,21 @@ def result_dtype(dtype: DType, steps: tuple[Step, ...]) -> DType:
 def apply_steps(
     buffer: np.ndarray, dtype: DType, steps: tuple[Step, ...], *, name: str, report: CastReport
 ) -> np.ndarray:
-    """The bytes of ``buffer`` (elements of ``dtype``) after the steps, as another buffer."""
+    """The bytes of ``buffer`` (elements of ``dtype``) after the steps, as another buffer.
+
+    Under ``Combined`` the buffer has one row for each rank's copy.
+    """
     import torch  # noqa: PLC0415 - a conversion of plain copies never loads it
 
     values = torch.from_numpy(buffer).view(getattr(torch, dtype.torch_name))
     for step in steps:
         if isinstance(step, AddOne):
             values = values.float() + step.amount
+            continue
+        if isinstance(step, Combined):
+            total = values.double().sum(0)
+            share = step.count if step.how is Combine.MEAN else 1
+            values = (total / share).to(values.dtype)
             continue
         cast = values.to(getattr(torch, step.to.torch_name))
         lost = torch.isinf(cast) & ~torch.isinf(values)

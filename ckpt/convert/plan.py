@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt.convert.maps import AddOne, Cast, Step, result_dtype
+from ckpt.convert.maps import AddOne, Cast, Combined, Step, result_dtype
 from ckpt.errors import CkptError, PlanError
 from ckpt.layout import Cut, CutTarget, Sizes, Whole, copies_for, cut, place
 from ckpt.shards import TensorSpec
+from ckpt.tensors import Combine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpt.arch.table import Architecture, Rule
     from ckpt.layout import Copy, Layout
+    from ckpt.parts import Placed
     from ckpt.sources import Checkpoint
     from ckpt.tensors import DType, Shard, SourceTensor, View
     from ckpt.training import TrainingArgs
@@ -31,12 +33,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to write: the rectangles that fill it, then the steps that change it."""
+    """One tensor to write: the rectangles that fill it, then the steps that change it.
+
+    ``further`` are the rectangles of other ranks' copies, which the first step combines.
+    """
 
     spec: TensorSpec
     stored: DType
     copies: tuple[Copy, ...]
     steps: tuple[Step, ...] = ()
+    further: tuple[tuple[Copy, ...], ...] = ()
 
     @property
     def stored_bytes(self) -> int:
@@ -48,13 +54,15 @@ class Target:
 class Check:
     """Two stored copies of one tensor that must be equal byte for byte.
 
-    ``other_name`` is set where the second one is stored under another name.
+    ``other_name`` is set where the second one is stored under another name. Copies that
+    ``may_drift`` are measured instead and must be close.
     """
 
     name: str
     first: View
     other: View
     other_name: str = ""
+    may_drift: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,12 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
         return sum(target.spec.nbytes for target in self.targets)
+
+    @property
+    def summed(self) -> int:
+        """How many tensors are the sum of several ranks' parts."""
+        steps = [step for target in self.targets for step in target.steps]
+        return sum(isinstance(step, Combined) and step.how is Combine.SUM for step in steps)
 
     @property
     def parameters(self) -> int:
@@ -258,19 +272,21 @@ class _Builder:
         return whole
 
     def _add_checks(self, tensor: SourceTensor, whole: Whole, layout: Layout) -> None:
-        first = tensor.shards[0].view
-        self._checks += [Check(tensor.name, first, other) for other in whole.replicas]
+        for replica in whole.replicas if tensor.combine is not Combine.SUM else ():
+            drifts = tensor.combine is Combine.MEAN
+            pairs = _same_boxes(whole.parts, replica)
+            self._checks += [Check(tensor.name, a, b, may_drift=drifts) for a, b in pairs]
         for copy, name in zip(tensor.copies, tensor.copy_names, strict=True):
             other = self._place(copy, layout, tensor.shape)
-            if other.shape != whole.shape or len(other.parts) != len(whole.parts):
+            if other.shape != whole.shape:
                 raise PlanError(
                     "a second stored copy has another shape",
                     file=copy[0].view.file,
                     expected=list(whole.shape),
                     found=list(other.shape),
                 )
-            pairs = zip(whole.parts, other.parts, strict=True)
-            self._checks += [Check(tensor.name, a.view, b.view, name) for a, b in pairs]
+            pairs = _same_boxes(whole.parts, other.parts)
+            self._checks += [Check(tensor.name, a, b, name) for a, b in pairs]
 
     def _add_target(self, match: _Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
         layer, expert, rule = match.layer, match.expert, match.rule
@@ -281,15 +297,20 @@ class _Builder:
             shape = (*shape[:-2], shape[-1], shape[-2])
         stacked = "{expert}" in rule.source and "{expert}" not in pattern
         base = expert * prod(shape) * stored.itemsize if stacked else 0
-        copies = tuple(copies_for(whole, piece, transposed=rule.layout.transposed, base=base))
+        copies, *further = (
+            tuple(copies_for(held, piece, transposed=rule.layout.transposed, base=base))
+            for held in _layers(match.tensor, whole)
+        )
         if stacked:
             shape = (self._args.experts, *shape)
         if name in self._targets:
             self._extend(name, copies, stored, stacked=stacked)
             return
         steps = self._steps(rule, stored)
+        if further:
+            steps = (Combined(match.tensor.combine, len(further) + 1), *steps)
         spec = TensorSpec(name, result_dtype(stored, steps), shape)
-        self._targets[name] = Target(spec, stored, copies, steps)
+        self._targets[name] = Target(spec, stored, copies, steps, tuple(further))
 
     def _extend(self, name: str, copies: tuple[Copy, ...], stored: DType, *, stacked: bool) -> None:
         known = self._targets[name]
@@ -328,6 +349,25 @@ class _Builder:
         )
 
 
+def _same_boxes(
+    parts: Sequence[Placed], others: Sequence[Placed]
+) -> Iterator[tuple[View, View]]:
+    """The parts of two copies that belong at the same places."""
+    known = {(part.start, part.view.shape): part.view for part in others}
+    for part in parts:
+        other = known.get((part.start, part.view.shape))
+        if other is None or len(known) != len(parts):
+            raise PlanError("two stored copies are cut into different parts", file=part.view.file)
+        yield part.view, other
+
+
+def _layers(tensor: SourceTensor, whole: Whole) -> Iterator[Whole]:
+    """The whole tensor; and each further rank's copy where the copies are combined."""
+    yield replace(whole, replicas=())
+    for replica in whole.replicas if tensor.combine is not Combine.EQUAL else ():
+        yield Whole(whole.shape, replica)
+
+
 def describe_plan(plan: Plan, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> str:
     """The plan as text: every file, tensor, step and rectangle in order."""
     targets = {target.spec.name: target for target in plan.targets}
@@ -343,6 +383,8 @@ def describe_plan(plan: Plan, files: Sequence[tuple[str, Sequence[TensorSpec]]])
 
 
 def _step_text(step: Step) -> str:
+    if isinstance(step, Combined):
+        return f"{step.how.value} of {step.count} ranks' copies"
     return f"cast to {step.to.name}" if isinstance(step, Cast) else f"add {step.amount}"
 
 

@@ -19,20 +19,17 @@ import numpy as np
 
 from ckpt.convert.maps import CastReport, apply_steps
 from ckpt.errors import OutputError, SourceError
-from ckpt.layout import rectangles
 from ckpt.manifest import write_json
 from ckpt.shards import header_bytes
-from ckpt.tensors import contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
-    from ckpt.convert.plan import Check, Target
+    from ckpt.convert.plan import Target
     from ckpt.layout import Copy
     from ckpt.progress import Progress
-    from ckpt.tensors import View
 
 WINDOW_BYTES = 16 * 2**20
 RECEIPT_SUFFIX = ".receipt.json"
@@ -181,51 +178,31 @@ def _fill_transposed(files: Files, copy: Copy, window: np.ndarray, at: int) -> N
 
 
 def windows(files: Files, target: Target) -> Iterator[np.ndarray]:
-    """The stored bytes of a target, before its steps, in windows of bounded size."""
+    """The stored bytes of a target, before its steps, in windows of bounded size.
+
+    A window of a target that combines ranks' copies has one row for each of them.
+    """
+    layers = [
+        sorted(copies, key=lambda copy: copy.target) for copies in (target.copies, *target.further)
+    ]
     item = target.stored.itemsize
-    size = WINDOW_BYTES // item * item
-    copies = sorted(target.copies, key=lambda copy: copy.target)
+    size = max(1, WINDOW_BYTES // item // len(layers)) * item
     for first in range(0, target.stored_bytes, size):
         end = min(first + size, target.stored_bytes)
-        window = np.empty(end - first, np.uint8)
-        for copy in copies:
-            if copy.target >= end:
-                break
-            for part in clip(copy, first, end):
-                fill(files, part, window, first)
-        yield window
+        window = np.empty((len(layers), end - first), np.uint8)
+        for row, copies in zip(window, layers, strict=True):
+            fill_window(files, copies, row, first)
+        yield window if target.further else window[0]
 
 
-def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> None:
-    """Compare stored copies of the same tensor; raises SourceError naming both places."""
-    if not checks:
-        return
-    progress.start("comparing stored copies", sum(check.first.nbytes for check in checks))
-    for check in checks:
-        pairs = zip(_elements(files, check.first), _elements(files, check.other), strict=True)
-        if not all(np.array_equal(a, b) for a, b in pairs):
-            raise SourceError(
-                "two stored copies of this tensor differ",
-                file=check.first.file,
-                tensor=check.name,
-                expected=f"the same bytes as {check.other_name or check.name} "
-                f"in {check.other.file}",
-                found="other bytes",
-                hint="Ranks have drifted apart or a stale copy was kept; none is chosen silently",
-            )
-        progress.advance(check.first.nbytes)
-    progress.finish()
-
-
-def _elements(files: Files, view: View) -> Iterator[np.ndarray]:
-    copies = sorted(rectangles(view, contiguous_strides(view.shape), 0), key=lambda c: c.target)
-    for first in range(0, view.nbytes, WINDOW_BYTES):
-        end = min(first + WINDOW_BYTES, view.nbytes)
-        window = np.empty(end - first, np.uint8)
-        for copy in copies:
-            for part in clip(copy, first, end):
-                fill(files, part, window, first)
-        yield window
+def fill_window(files: Files, copies: Sequence[Copy], window: np.ndarray, first: int) -> None:
+    """Fill bytes ``first`` and on of a target; ``copies`` are in order of their target."""
+    end = first + len(window)
+    for copy in copies:
+        if copy.target >= end:
+            break
+        for part in clip(copy, first, end):
+            fill(files, part, window, first)
 
 
 def write_file(

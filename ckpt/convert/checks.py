@@ -1,0 +1,119 @@
+"""Stored copies of one tensor are compared before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.convert.write import WINDOW_BYTES, fill_window
+from ckpt.errors import SourceError
+from ckpt.layout import rectangles
+from ckpt.tensors import DType, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpt.convert.plan import Check
+    from ckpt.convert.write import Files
+    from ckpt.progress import Progress
+    from ckpt.tensors import View
+
+# How far ranks' copies may have drifted apart, as a share of the tensor's largest value: eight
+# steps of bfloat16 at 1. Rounding that differs from rank to rank stays below it; another layer's
+# or another iteration's gains, which must not be averaged, do not.
+DRIFT_LIMIT = 1 / 16
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far ranks' copies of averaged tensors differ: how many do, and which one most."""
+
+    tensors: int = 0
+    largest: float = 0.0
+    name: str = ""
+
+    def note(self) -> str | None:
+        """One line for the report, or None where all copies are equal."""
+        if not self.tensors:
+            return None
+        return (
+            f"{self.tensors} tensors are the mean of their ranks' copies, which had drifted "
+            f"apart: by {self.largest:.2g} of the largest value at most, in {self.name}"
+        )
+
+
+def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Drift:
+    """Compare stored copies of the same tensor; raises SourceError naming both places.
+
+    Copies that may drift are measured, and refused beyond ``DRIFT_LIMIT``.
+    """
+    found: dict[str, float] = {}
+    if checks:
+        progress.start("comparing stored copies", sum(check.first.nbytes for check in checks))
+    for check in checks:
+        pairs = zip(_elements(files, check.first), _elements(files, check.other), strict=True)
+        if check.may_drift and check.first.dtype in _AS_FLOAT:
+            distance = _distance(check, pairs)
+            if distance:
+                found[check.name] = max(distance, found.get(check.name, 0.0))
+        elif not all(np.array_equal(a, b) for a, b in pairs):
+            raise SourceError(
+                "two stored copies of this tensor differ",
+                file=check.first.file,
+                tensor=check.name,
+                expected=f"the same bytes as {check.other_name or check.name} "
+                f"in {check.other.file}",
+                found="other bytes",
+                hint="Ranks have drifted apart or a stale copy was kept; none is chosen silently",
+            )
+        progress.advance(check.first.nbytes)
+    if checks:
+        progress.finish()
+    worst = max(found, key=lambda name: found[name], default="")
+    return Drift(len(found), found.get(worst, 0.0), worst)
+
+
+def _distance(check: Check, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> float:
+    """The largest difference as a share of the largest value."""
+    most = size = 0.0
+    for first, other in pairs:
+        a, b = (_AS_FLOAT[check.first.dtype](each) for each in (first, other))
+        if np.array_equal(first, other):
+            most, size = max(most, 0.0), max(size, float(np.abs(a).max(initial=0.0)))
+            continue
+        most = max(most, float(np.abs(a - b).max(initial=0.0)))
+        size = max(size, float(np.abs(a).max(initial=0.0)), float(np.abs(b).max(initial=0.0)))
+    distance = most / size if size else 0.0
+    if not distance <= DRIFT_LIMIT:  # also for what is no number
+        raise SourceError(
+            "ranks hold copies of this tensor that are too far apart to be averaged",
+            file=check.first.file,
+            tensor=check.name,
+            expected=f"differences up to {DRIFT_LIMIT:.2%} of the largest value",
+            found=f"{distance:.2%} against {check.other.file}",
+            hint="More than rounding: the files are of different iterations, or one is damaged",
+        )
+    return distance
+
+
+def _bfloat16(buffer: np.ndarray) -> np.ndarray:
+    return (buffer.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+_AS_FLOAT = {
+    DType.F64: lambda buffer: buffer.view(np.float64),
+    DType.F32: lambda buffer: buffer.view(np.float32).astype(np.float64),
+    DType.F16: lambda buffer: buffer.view(np.float16).astype(np.float64),
+    DType.BF16: _bfloat16,
+}
+
+
+def _elements(files: Files, view: View) -> Iterator[np.ndarray]:
+    copies = sorted(rectangles(view, contiguous_strides(view.shape), 0), key=lambda c: c.target)
+    for first in range(0, view.nbytes, WINDOW_BYTES):
+        end = min(first + WINDOW_BYTES, view.nbytes)
+        window = np.empty(end - first, np.uint8)
+        fill_window(files, copies, window, first)
+        yield window
