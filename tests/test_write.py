@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt.convert import write
+from ckpt.convert.checks import run_checks
 from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
 from ckpt.convert.plan import Check, Target
-from ckpt.convert.checks import run_checks
 from ckpt.convert.write import Files, read_receipt, windows, write_file
 from ckpt.errors import OutputError, SourceError
 from ckpt.layout import Copy, rectangles

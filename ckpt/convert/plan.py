@@ -349,9 +349,7 @@ class _Builder:
         )
 
 
-def _same_boxes(
-    parts: Sequence[Placed], others: Sequence[Placed]
-) -> Iterator[tuple[View, View]]:
+def _same_boxes(parts: Sequence[Placed], others: Sequence[Placed]) -> Iterator[tuple[View, View]]:
     """The parts of two copies that belong at the same places."""
     known = {(part.start, part.view.shape): part.view for part in others}
     for part in parts:

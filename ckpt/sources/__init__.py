@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckpt.sources import deepspeed, legacy, torch_dist, zarr
+from ckpt.sources import deepspeed, legacy, torch_dist, universal, zarr, zero
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
 
@@ -26,6 +26,8 @@ FORMATS: dict[str, SourceFormat] = {
     "torch": legacy,
     "zarr": zarr,
     "deepspeed": deepspeed,
+    "deepspeed_zero3": zero,
+    "deepspeed_universal": universal,
 }
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
 CONFIG = "metadata.json"
-_ITERATION = re.compile(r"iter_(\d{7,})|global_step(\d+)")
+UNIVERSAL_TRACKER = "latest_universal"
+_ITERATION = re.compile(r"iter_(\d{7,})|global_step(\d+)(?:_universal)?")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 IterationChoice = int | Literal["latest", "release"]
 
@@ -39,9 +40,18 @@ def detect_format(directory: Path) -> str | None:
     ranks = [path for path in directory.glob("mp_rank_*") if _RANK.fullmatch(path.name)]
     if any((path / "model_optim_rng.pt").is_file() for path in ranks):
         return "torch"
-    if any(directory.glob("mp_rank_*_model_states.pt")):
+    return _deepspeed_form(directory)
+
+
+def _deepspeed_form(directory: Path) -> str | None:
+    """DeepSpeed's three forms: a directory for each parameter, whole weights, or partitions."""
+    whole = any(directory.glob("mp_rank_*_model_states.pt"))
+    parts = any(directory.glob("zero_pp_rank_*_model_states.pt"))
+    if (directory / "zero").is_dir() and (whole or parts):
+        return "deepspeed_universal"
+    if whole:
         return "deepspeed"
-    return None
+    return "deepspeed_zero3" if parts else None
 
 
 def _sharded_backend(directory: Path) -> object:
@@ -93,7 +103,8 @@ def _number(name: str) -> int | str | None:
 
 def _iterations(root: Path) -> dict[int | str, Path]:
     """Directories that look like iterations, by number, in ascending order."""
-    found = {_number(path.name): path for path in root.iterdir() if path.is_dir()}
+    paths = sorted((path for path in root.iterdir() if path.is_dir()), reverse=True)
+    found = {_number(path.name): path for path in paths}  # the plain name before _universal
     found.pop(None, None)
     ordered = sorted(found.items(), key=lambda item: (isinstance(item[0], str), item[0]))
     return {name: path for name, path in ordered if name is not None}
@@ -124,9 +135,11 @@ def _latest(root: Path, found: dict[int | str, Path], complete: dict[int | str, 
     if not tracker.is_file():
         tracker = root / DEEPSPEED_TRACKER
     if not tracker.is_file():
+        tracker = root / UNIVERSAL_TRACKER
+    if not tracker.is_file():
         return _without_tracker(root, found, complete)
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    text = text.removeprefix("global_step")
+    text = text.removeprefix("global_step").removesuffix("_universal")
     if text != "release" and not text.isdigit():
         raise SourceError(
             "the tracker file is damaged",

@@ -11,7 +11,7 @@ from ckpt.tensors import Shard, SourceTensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpt.tensors import View
+    from ckpt.tensors import DType, View
 
 _TIED_HEADS = ("output_layer.weight", "word_embeddings_for_head.weight", "word_embeddings.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -20,17 +20,23 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def rank_shards(name: str, views: Mapping[int, View]) -> tuple[Shard, ...]:
     """The shards of one tensor by rank; raises SourceError where element types differ."""
     ranks = sorted(views)
-    first = views[ranks[0]]
-    for rank in ranks:
-        if views[rank].dtype is not first.dtype:
+    one_dtype(name, [views[rank] for rank in ranks])
+    return tuple(Shard(views[rank], rank=rank) for rank in ranks)
+
+
+def one_dtype(name: str, views: Sequence[View]) -> DType:
+    """The element type of a tensor's parts; raises SourceError where they differ."""
+    dtype = views[0].dtype
+    for view in views:
+        if view.dtype is not dtype:
             raise SourceError(
                 "ranks hold different element types",
-                file=views[rank].file,
+                file=view.file,
                 tensor=name,
-                expected=first.dtype.name,
-                found=views[rank].dtype.name,
+                expected=dtype.name,
+                found=view.dtype.name,
             )
-    return tuple(Shard(views[rank], rank=rank) for rank in ranks)
+    return dtype
 
 
 def fold_tied(tensors: Sequence[SourceTensor], args: Mapping[str, Any]) -> list[SourceTensor]:

@@ -29,6 +29,11 @@ def reorder_qkv(tensor: SourceTensor, args: Mapping[str, Any]) -> SourceTensor:
     version = stored if isinstance(stored, int | float) else _MODERN
     if version >= _MODERN or ".linear_qkv." not in tensor.name:
         return tensor
+    if any(shard.rank is not None and shard.start is not None for shard in tensor.shards):
+        raise SourceError(
+            f"checkpoint version {version} in parts smaller than a rank is not known",
+            tensor=tensor.name,
+        )
     heads = count_in(args, "num_attention_heads")
     if not heads or heads % len(tensor.shards):
         raise SourceError(

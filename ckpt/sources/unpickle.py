@@ -61,7 +61,6 @@ _INERT_FUNCTIONS = {
     ("torch._utils", "_rebuild_wrapper_subclass"),
     ("torch._utils", "_rebuild_qtensor"),
     ("torch._utils", "_rebuild_sparse_tensor"),
-    ("torch._tensor", "_rebuild_from_type_v2"),
     ("torch.serialization", "_get_layout"),
     ("torch", "device"),
     ("torch", "Generator"),
@@ -294,6 +293,15 @@ def _rebuild_parameter(tensor: TensorRef, *_: object) -> TensorRef:
     return tensor
 
 
+def _rebuild_from_type(
+    rebuild: object, _type: object, args: tuple[Any, ...], *_: object
+) -> TensorRef | Stub:
+    """A tensor with attributes of its own, such as DeepSpeed's partitions; these are left."""
+    if rebuild is _rebuild_tensor:
+        return _rebuild_tensor(*args)
+    return _rebuild_tensor_v3(*args) if rebuild is _rebuild_tensor_v3 else Stub(*args)
+
+
 def _join_path(*parts: str) -> str:
     return "/".join(parts) or "."
 
@@ -322,6 +330,7 @@ _SPECIAL: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("_codecs", "encode"): _encode,
