@@ -39,6 +39,7 @@ GPT2 = Architecture(
         **_EXPECTS,
         "activation": ("gelu", "gelu_new"),
         "positions": ("learned_absolute",),
+        "parallel_residual": (False,),
     },
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY, ("transformer.wte.weight",)),
@@ -137,6 +138,7 @@ BLOOM = Architecture(
         "positions": ("alibi",),
         "four_times_ffn": (True,),
         "embedding_norm": (True,),
+        "parallel_residual": (False,),
     },
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY,
