@@ -22,7 +22,7 @@ from tiny_deepspeed import (
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
-from ckpt.errors import FamilyError, SourceError
+from ckpt.errors import CkptError, FamilyError, SourceError
 from ckpt.manifest import read_stage
 from ckpt.sources import open_source
 
@@ -280,7 +280,7 @@ def test_arguments_that_no_family_has_are_refused_by_name(tmp_path, name, value)
     """They change the network and leave no trace in the tensors' names."""
     model = bloom()
     setattr(model.args, name, value)
-    with pytest.raises(SourceError, match=name):
+    with pytest.raises(CkptError, match=name):
         convert(write_layers(tmp_path / "run", model), tmp_path / "out")
 
 

@@ -34,7 +34,6 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 # Arguments of Megatron-DeepSpeed that change the model in a way that no family has.
 _REFUSED = {
     "glu_activation": "its gated MLP has the gate second and no family of this block",
-    "apply_residual_connection_post_layernorm": "residuals behind the norms",
     "num_experts_switch": "switch layers",
 }
 _MOE_REASON = (
