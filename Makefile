@@ -27,7 +27,7 @@ help:
 	@echo "make demo    convert, check and serve the example checkpoint"
 	@echo "make test    the default tests; no GPU, no vLLM, no megatron-core"
 	@echo "make lint    ruff and mypy"
-	@echo "make docs    write docs/cli.md from the help texts"
+	@echo "make docs    write docs/cli.md and docs/support.md"
 	@echo "make bench   time the conversion beside cp and a naive conversion"
 	@echo "also:        test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 

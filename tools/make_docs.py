@@ -1,4 +1,7 @@
-"""Write docs/cli.md from the help texts of the commands; ``--check`` only compares."""
+"""Write docs/cli.md from the help texts and docs/support.md from the registries.
+
+``--check`` only compares.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import make_docs_support
 
 from ckpt.cli import main as ckpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
+DOCS = Path(__file__).parent.parent / "docs"
+TARGET = DOCS / "cli.md"
 WIDTH = 88
 TOP = """\
 # Commands
@@ -58,16 +63,26 @@ def _section(path: str, command: click.Command) -> str:
     return f"## {path}\n\n```text\n{help_text(path, command)}\n```\n"
 
 
+def pages() -> dict[Path, str]:
+    """Every generated page with its text."""
+    return {TARGET: render(), DOCS / "support.md": make_docs_support.render()}
+
+
 def main() -> int:
-    """Write the page, or say whether it is current."""
+    """Write the pages, or say whether they are current."""
+    stale = [
+        page
+        for page, text in pages().items()
+        if not page.is_file() or page.read_text(encoding="utf-8") != text
+    ]
     if "--check" not in sys.argv[1:]:
-        TARGET.parent.mkdir(exist_ok=True)
-        TARGET.write_text(render(), encoding="utf-8")
+        DOCS.mkdir(exist_ok=True)
+        for page in stale:
+            page.write_text(pages()[page], encoding="utf-8")
         return 0
-    current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == render()
-    if not current:
-        sys.stderr.write(f"{TARGET} is not current: run make docs\n")
-    return 0 if current else 1
+    for page in stale:
+        sys.stderr.write(f"{page} is not current: run make docs\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ FORMATS: dict[str, SourceFormat] = {
     "deepspeed_zero3": zero,
     "deepspeed_universal": universal,
 }
+# Families that the programs behind a format train; the others train all. Megatron-DeepSpeed and
+# GPT-NeoX have dense models only that a Hugging Face class represents.
+TRAINED_ONLY: dict[str, frozenset[str]] = {
+    "deepspeed": frozenset({"llama", "mistral", "gpt2", "gpt_neox", "bloom"}),
+}
 
 
 def open_source(
