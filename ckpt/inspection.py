@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt.arch import choose_architecture
+from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.convert.plan import build_plan
 from ckpt.errors import CkptError, ModelError
 from ckpt.manifest import MANIFEST_NAME, read_manifest
@@ -86,6 +86,7 @@ def inspect_directory(path: Path, *, iteration: IterationChoice = "latest") -> I
 def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
     """Family and completeness, or what stands in the way."""
     try:
+        refuse_foreign([tensor.name for tensor in checkpoint.tensors], checkpoint.args)
         args = parse_training_args(checkpoint.args, checkpoint.shapes)
         architecture = choose_architecture(args)
         vocab = args.vocab_size or args.padded_vocab_size

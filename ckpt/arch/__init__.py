@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
+from ckpt.arch.foreign import FOREIGN, foreign_family, refuse_foreign
 from ckpt.arch.gemma import GEMMA, GEMMA2, GEMMA3
 from ckpt.arch.glm4 import GLM4
 from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
@@ -18,7 +19,14 @@ from ckpt.errors import FamilyError
 if TYPE_CHECKING:
     from ckpt.training import TrainingArgs
 
-__all__ = ["ARCHITECTURES", "Architecture", "Const", "Rule", "choose_architecture"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Const",
+    "Rule",
+    "choose_architecture",
+    "refuse_foreign",
+]
 
 # In order of choice: where two families fit a checkpoint, the first one is taken.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -85,7 +93,13 @@ def _by_name(family: str) -> Architecture:
     for architecture in ARCHITECTURES.values():
         if family.lower() in {architecture.name, *architecture.aliases}:
             return architecture
-    near = difflib.get_close_matches(family.lower(), ARCHITECTURES, n=1)
+    foreign = foreign_family(family)
+    if foreign is not None:
+        raise foreign.error(f"--family {family}")
+    names = [*ARCHITECTURES]
+    names += [alias for item in ARCHITECTURES.values() for alias in item.aliases]
+    names += [alias for row in FOREIGN for alias in row.aliases]
+    near = difflib.get_close_matches(family.lower(), names, n=1)
     raise FamilyError(
         f"unknown family {family!r}" + (f"; did you mean {near[0]}?" if near else ""),
         hint=f"Known families: {', '.join(ARCHITECTURES)}",

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
-from ckpt.arch import choose_architecture
+from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.convert import staging
 from ckpt.convert.checks import run_checks
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
@@ -126,6 +126,7 @@ def plan_conversion(
     """
     checkpoint = open_source(source, iteration)
     values = {**checkpoint.args, **parse_overrides(options.overrides)}
+    refuse_foreign([tensor.name for tensor in checkpoint.tensors], values)
     args = parse_training_args(values, checkpoint.shapes)
     if options.mtp == "drop":
         args = replace(args, mtp_kept=0)

@@ -89,6 +89,20 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     )
 
 
+def _no_tensor(value: object, file: Path, name: str) -> SourceError:
+    """What to say of an entry among the weights that is none."""
+    text = repr(value)
+    if re.search("Float8|FP8|NVFP4|QuantizedTensor", text):
+        return SourceError(
+            f"a weight that TransformerEngine keeps in few bits: {text[:60]}",
+            file=file,
+            tensor=name,
+            hint="Save once in the format torch_dist, or without --fp8-param-gather: "
+            "both store such weights in bf16",
+        )
+    return SourceError(f"an entry that is no tensor: {text[:60]}", file=file, tensor=name)
+
+
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
     """Files by the numbers in their directory's name, in ascending order."""
     found = {}
@@ -242,15 +256,16 @@ class _Collector:
                 for part_name, part in self._split_grouped(names.canonical(name), view):
                     if part_name in views:
                         raise SourceError(
-                            "two entries are the same tensor", file=rank.archive.file, tensor=name
+                            "two entries are the same tensor",
+                            file=rank.archive.file,
+                            tensor=name,
+                            hint="A model with an encoder and a decoder (T5) is not supported"
+                            if name.startswith(("encoder.", "decoder."))
+                            else None,
                         )
                     views[part_name] = part
             elif value is not None:
-                raise SourceError(
-                    f"an entry that is no tensor: {value!r:.60}",
-                    file=rank.archive.file,
-                    tensor=name,
-                )
+                raise _no_tensor(value, rank.archive.file, name)
         return views
 
     def _split_grouped(self, name: str, view: View) -> Iterator[tuple[str, View]]:
