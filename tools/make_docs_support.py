@@ -13,7 +13,10 @@ Written by `make docs` from the registries of families and formats; edit those, 
 A family's **proof** says what its table is held to:
 
 - `logits`: models of the family that Megatron's own code ran were converted, and the fp32 logits
-  of transformers' class on the output equal Megatron's to 1e-4 (`make test-megatron`).
+  of transformers' class on the output equal Megatron's to 1e-4 (`make test-megatron`). What a
+  family adds to Megatron-Core's modules (Gemma's norms and caps, GLM-4's norms, MiniMax-M2's norms
+  over all heads, the newer indexer of sparse attention) is added by `tests/megatron_variants.py`,
+  as the programs do that train the family.
 - `shapes`: no Megatron code at hand runs the family on a CPU. Names, shapes and the number of
   parameters equal those of transformers' class built from the written `config.json`.
 

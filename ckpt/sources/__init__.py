@@ -31,8 +31,11 @@ FORMATS: dict[str, SourceFormat] = {
 }
 # Families that the programs behind a format train; the others train all. Megatron-DeepSpeed and
 # GPT-NeoX have dense models only that a Hugging Face class represents.
+_DENSE = frozenset({"llama", "mistral", "gpt2", "gpt_neox", "bloom"})
 TRAINED_ONLY: dict[str, frozenset[str]] = {
-    "deepspeed": frozenset({"llama", "mistral", "gpt2", "gpt_neox", "bloom"}),
+    "deepspeed": _DENSE,
+    "deepspeed_zero3": _DENSE,
+    "deepspeed_universal": _DENSE,
 }
 
 
