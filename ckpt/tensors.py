@@ -53,7 +53,7 @@ class DType(Enum):
         return next((item for item in cls if item.value[0] == name), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """Elements of a file seen as a tensor.
 
@@ -75,7 +75,7 @@ class View:
         """``length`` entries of ``dim`` from ``start`` on."""
         offset = self.offset + start * self.strides[dim] * self.dtype.itemsize
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return replace(self, offset=offset, shape=shape)
+        return View(self.file, offset, self.dtype, shape, self.strides)
 
     def box(self, start: tuple[int, ...], size: tuple[int, ...]) -> View:
         """The sub-tensor of ``size`` that begins at ``start``."""
@@ -86,11 +86,13 @@ class View:
 
     def select(self, dim: int, index: int) -> View:
         """Entry ``index`` of ``dim``; that dimension goes away."""
-        narrow = self.narrow(dim, index, 1)
-        return replace(
-            narrow,
-            shape=(*narrow.shape[:dim], *narrow.shape[dim + 1 :]),
-            strides=(*narrow.strides[:dim], *narrow.strides[dim + 1 :]),
+        shape, strides = self.shape, self.strides
+        return View(
+            self.file,
+            self.offset + index * strides[dim] * self.dtype.itemsize,
+            self.dtype,
+            (*shape[:dim], *shape[dim + 1 :]),
+            (*strides[:dim], *strides[dim + 1 :]),
         )
 
     def transpose(self) -> View:
@@ -122,7 +124,7 @@ class View:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """A part of a tensor: at ``start`` of the whole, or held by rank ``rank``.
 
@@ -144,7 +146,7 @@ class Combine(Enum):
     SUM = "sum"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceTensor:
     """One tensor of a training checkpoint under its Megatron-Core name, global numbering.
 

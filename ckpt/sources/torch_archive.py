@@ -10,8 +10,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import SourceError
 from ckpt.sources.unpickle import Reader, StorageRef, TensorRef
@@ -26,14 +25,15 @@ _END_RECORD_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 _CENTRAL_ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_LOCAL_LENGTHS = struct.Struct("<2H")  # of the name and of the extra field, in a local header
 _TAIL_BYTES = 64 * 1024
+_WINDOW_BYTES = 1024
 _PICKLE_LIMIT_BYTES = 4 * 2**30
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _CUT_HINT = "The file seems cut short or damaged; copy it again from the training cluster"
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One record of an archive: where its bytes begin in the file, and how many they are."""
 
     offset: int
@@ -46,6 +46,7 @@ class TorchArchive:
     def __init__(self, file: Path, members: Mapping[str, Member], root: Any) -> None:  # noqa: ANN401
         """``members`` are storages by key; ``root`` is the unpickled object."""
         self.file, self._members, self.root = file, members, root
+        self._name = str(file)
 
     def view(self, tensor: TensorRef, *, name: str) -> View:
         """Where the elements of a tensor lie; raises SourceError if they reach past their record.
@@ -55,16 +56,16 @@ class TorchArchive:
         member = self._members.get(tensor.storage.key)
         if member is None:
             raise SourceError("its storage is not in the file", file=self.file, tensor=name)
-        if not isinstance(tensor.dtype, DType):
+        dtype, shape = tensor.dtype, tensor.shape
+        if not isinstance(dtype, DType):
             raise SourceError(
-                "element type is not supported", file=self.file, tensor=name, found=tensor.dtype
+                "element type is not supported", file=self.file, tensor=name, found=dtype
             )
-        if len(tensor.shape) != len(tensor.strides) or min((*tensor.shape, 0)) < 0:
+        extent = _extent(shape, tensor.strides)
+        if extent is None:
             raise SourceError("shape and strides do not fit", file=self.file, tensor=name)
-        steps = zip(tensor.shape, tensor.strides, strict=True)
-        last = tensor.offset + sum((length - 1) * stride for length, stride in steps)
-        needed = (last + 1) * tensor.dtype.itemsize if 0 not in tensor.shape else 0
-        if needed > member.size or tensor.offset < 0 or min((*tensor.strides, 0)) < 0:
+        needed = (tensor.offset + extent) * dtype.itemsize if extent else 0
+        if needed > member.size or tensor.offset < 0 or min(tensor.strides, default=0) < 0:
             raise SourceError(
                 "the tensor reaches past its storage",
                 file=self.file,
@@ -73,8 +74,59 @@ class TorchArchive:
                 found=f"{member.size} bytes",
                 hint=_CUT_HINT,
             )
-        offset = member.offset + tensor.offset * tensor.dtype.itemsize
-        return View(str(self.file), offset, tensor.dtype, tensor.shape, tensor.strides)
+        offset = member.offset + tensor.offset * dtype.itemsize
+        return View(self._name, offset, dtype, shape, tensor.strides)
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """How many elements lie from the first one to the last, None where this makes no sense."""
+    if len(shape) != len(strides) or min(shape, default=0) < 0:
+        return None
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+
+
+class OpenFile:
+    """A file to read archives from: few and small reads, each at a place of its own.
+
+    Use it in a ``with`` statement. What was read last is kept, since an archive's parts lie
+    close together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``; raises SourceError if there is none."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise SourceError("no such file", file=path) from error
+        except OSError as error:
+            raise SourceError(f"cannot read: {error.strerror}", file=path) from error
+        self.size = os.fstat(self._descriptor).st_size
+        self._start, self._kept = 0, b""
+
+    def __enter__(self) -> OpenFile:
+        """The file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on, fewer at the file's end."""
+        at = offset - self._start
+        if at < 0 or at + length > len(self._kept):
+            if length > _WINDOW_BYTES:
+                return os.pread(self._descriptor, length, offset)
+            self._kept = os.pread(self._descriptor, _WINDOW_BYTES, offset)
+            self._start, at = offset, 0
+        return self._kept[at : at + length]
+
+    def stream(self) -> io.BufferedReader:
+        """The whole file as a stream of its own."""
+        return self.path.open("rb")
 
 
 def read_archive(
@@ -84,70 +136,80 @@ def read_archive(
 
     Raises SourceError for a file that is no torch archive, is cut short or compressed.
     """
+    with OpenFile(file) as opened:
+        return read_item(opened, reader, offset=offset, length=length)
+
+
+def read_item(
+    opened: OpenFile, reader: Reader, *, offset: int = 0, length: int | None = None
+) -> TorchArchive:
+    """As :func:`read_archive`, from a file that is open."""
+    file, size = opened.path, opened.size
+    length = size - offset if length is None else length
+    if offset + length > size or offset < 0:
+        raise SourceError(
+            "the file is shorter than its metadata says",
+            file=file,
+            expected=f"{offset + length} bytes",
+            found=f"{size} bytes",
+            hint=_CUT_HINT,
+        )
     try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = size - offset if length is None else length
-            if offset + length > size or offset < 0:
-                raise SourceError(
-                    "the file is shorter than its metadata says",
-                    file=file,
-                    expected=f"{offset + length} bytes",
-                    found=f"{size} bytes",
-                    hint=_CUT_HINT,
-                )
-            fd = stream.fileno()
-            if os.pread(fd, 4, offset) != b"PK\x03\x04":
+        if opened.read(offset, 4) != b"PK\x03\x04":
+            with opened.stream() as stream:
                 return _read_legacy(file, stream, reader, size)
-            members = _read_directory(fd, file, offset, length)
-            return _load(fd, file, members, reader)
-    except FileNotFoundError as error:
-        raise SourceError("no such file", file=file) from error
+        return _load(opened, _read_directory(opened, offset, length), reader)
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", file=file) from error
     except (OverflowError, ValueError, struct.error) as error:
         raise SourceError(f"damaged archive: {error}", file=file, hint=_CUT_HINT) from error
 
 
-def _load(fd: int, file: Path, members: dict[str, Member], reader: Reader) -> TorchArchive:
+def _load(opened: OpenFile, members: dict[str, Member], reader: Reader) -> TorchArchive:
+    file = opened.path
     pickles = [name for name in members if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise SourceError("not a file of torch.save: no data.pkl in it", file=file)
     prefix = pickles[0][: -len("data.pkl")]
+    content = _read(opened, members[pickles[0]])
     order = members.get(f"{prefix}byteorder")
-    if order is not None and _read(fd, file, order).strip() == b"big":
+    if order is not None and _read(opened, order).strip() == b"big":
         raise SourceError("saved on a big-endian machine, which is not supported", file=file)
-    root = reader.load(_read(fd, file, members[pickles[0]]), file=str(file))
+    root = reader.load(content, file=str(file))
     start = f"{prefix}data/"
+    skipped = len(start)
     storages = {
-        name[len(start) :]: _behind_header(fd, file, member)
+        name[skipped:]: _behind_header(opened, member)
         for name, member in members.items()
         if name.startswith(start)
     }
     return TorchArchive(file, storages, root)
 
 
-def _behind_header(fd: int, file: Path, entry: Member) -> Member:
-    header = os.pread(fd, _LOCAL_HEADER.size, entry.offset)
+def _behind_header(opened: OpenFile, entry: Member) -> Member:
+    header = opened.read(entry.offset, _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-        raise SourceError("damaged archive: a record's header is missing", file=file)
-    name_length, extra_length = _LOCAL_HEADER.unpack(header)[-2:]
-    start = entry.offset + _LOCAL_HEADER.size + name_length + extra_length
-    return Member(start, entry.size)
+        raise SourceError("damaged archive: a record's header is missing", file=opened.path)
+    name_length, extra_length = _LOCAL_LENGTHS.unpack_from(header, 26)
+    return Member(entry.offset + _LOCAL_HEADER.size + name_length + extra_length, entry.size)
 
 
-def _read(fd: int, file: Path, entry: Member) -> bytes:
+def _read(opened: OpenFile, entry: Member) -> bytes:
     if entry.size > _PICKLE_LIMIT_BYTES:
         raise SourceError(f"a pickle of {entry.size} bytes is too large to be one")
-    record = _behind_header(fd, file, entry)
-    return os.pread(fd, record.size, record.offset)
+    record = _behind_header(opened, entry)
+    return opened.read(record.offset, record.size)
 
 
-def _read_directory(fd: int, file: Path, offset: int, length: int) -> dict[str, Member]:
+def _read_directory(opened: OpenFile, offset: int, length: int) -> dict[str, Member]:
     """Members of a zip archive; offsets are those of their local headers in the file."""
-    tail_start = max(offset, offset + length - _TAIL_BYTES)
-    tail = os.pread(fd, offset + length - tail_start, tail_start)
-    at = tail.rfind(b"PK\x05\x06")
+    file, stop = opened.path, offset + length
+    for most in (_WINDOW_BYTES, _TAIL_BYTES):  # torch writes no comment behind the end record
+        tail_start = max(offset, stop - most)
+        tail = opened.read(tail_start, stop - tail_start)
+        at = tail.rfind(b"PK\x05\x06")
+        if at >= 0:
+            break
     if at < 0 or len(tail) - at < _END_RECORD.size:
         raise SourceError(
             "the archive's directory is missing at its end", file=file, hint=_CUT_HINT
@@ -155,15 +217,15 @@ def _read_directory(fd: int, file: Path, offset: int, length: int) -> dict[str, 
     record = _END_RECORD.unpack_from(tail, at)
     size, start = record[5], record[6]
     end = tail_start + at
-    locator = os.pread(fd, _LOCATOR_64.size, end - _LOCATOR_64.size)
+    locator = opened.read(end - _LOCATOR_64.size, _LOCATOR_64.size)
     if locator[:4] == b"PK\x06\x07":
         where = offset + _LOCATOR_64.unpack(locator)[2]
-        record_64 = os.pread(fd, _END_RECORD_64.size, where)
+        record_64 = opened.read(where, _END_RECORD_64.size)
         if len(record_64) < _END_RECORD_64.size or record_64[:4] != b"PK\x06\x06":
             raise SourceError("damaged archive directory", file=file, hint=_CUT_HINT)
         size, start = _END_RECORD_64.unpack(record_64)[-2:]
         end = where
-    directory = os.pread(fd, size, offset + start) if start + size <= length else b""
+    directory = opened.read(offset + start, size) if start + size <= length else b""
     if len(directory) != size or offset + start + size > end:
         raise SourceError("damaged archive directory", file=file, hint=_CUT_HINT)
     return _parse_directory(directory, file, offset, end)
@@ -171,18 +233,18 @@ def _read_directory(fd: int, file: Path, offset: int, length: int) -> dict[str, 
 
 def _parse_directory(directory: bytes, file: Path, offset: int, end: int) -> dict[str, Member]:
     members: dict[str, Member] = {}
-    at = 0
-    while at + _CENTRAL_ENTRY.size <= len(directory):
-        entry = _CENTRAL_ENTRY.unpack_from(directory, at)
-        method, stored, plain = entry[4], entry[8], entry[9]
-        name_length, extra_length, comment_length = entry[10:13]
-        header = entry[16]
-        at += _CENTRAL_ENTRY.size
-        name = directory[at : at + name_length].decode("utf-8", "replace")
-        extra = directory[at + name_length : at + name_length + extra_length]
-        at += name_length + extra_length + comment_length
-        plain, stored, header = _wide_sizes(extra, plain, stored, header)
-        if method != 0 or stored != plain:
+    at, fixed = 0, _CENTRAL_ENTRY.size
+    unpack = _CENTRAL_ENTRY.unpack_from
+    while at + fixed <= len(directory):
+        entry = unpack(directory, at)
+        stored, plain, header = entry[8], entry[9], entry[16]
+        name_end = at + fixed + entry[10]
+        name = directory[at + fixed : name_end].decode("utf-8", "replace")
+        extra = directory[name_end : name_end + entry[11]]
+        at = name_end + entry[11] + entry[12]
+        if extra:
+            plain, stored, header = _wide_sizes(extra, plain, stored, header)
+        if entry[4] != 0 or stored != plain:
             raise SourceError(f"record {name} is compressed, which torch never does", file=file)
         if offset + header + plain > end:
             raise SourceError(f"record {name} reaches past the archive", file=file, hint=_CUT_HINT)

@@ -11,17 +11,19 @@ The allowed names are those seen in real checkpoints of Megatron-LM, Megatron-Co
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError, UnsafePickleError
 from ckpt.tensors import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _FOREIGN_ROOTS = {"torch", "numpy", "pip", "setuptools", "pkg_resources", "ckpt", "click", "yaml"}
 _TORCH_DTYPES = {
@@ -88,8 +90,10 @@ _INERT_CLASSES = {
     ("fractions", "Fraction"),
 }
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath"}
-_RECORDS = {"Metadata", "MetadataIndex", "ChunkStorageMetadata", "_StorageInfo", "WriteItem"}
-_RECORDS |= {"TensorStorageMetadata", "BytesStorageMetadata", "TensorWriteData", "StorageMeta"}
+_RECORDS = {"Metadata", "MetadataIndex", "ChunkStorageMetadata", "_StorageInfo"}
+_RECORDS |= {"TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"}
+# The save plans of every rank, most of a large index: nothing in them is read.
+_UNREAD = {"SavePlan", "WriteItem", "TensorWriteData"}
 _BUILTINS: dict[str, Any] = {
     "int": int,
     "float": float,
@@ -109,6 +113,9 @@ _BUILTINS: dict[str, Any] = {
 }
 
 
+_FRAME_BYTES = 2 * 64 * 1024  # a frame ends once it holds 64 KiB
+
+
 class Stub:
     """An object of a class that is not ours: its arguments and state, and no behaviour."""
 
@@ -121,7 +128,8 @@ class Stub:
     def __setstate__(self, state: object) -> None:
         """Keep the state: a dict becomes attributes, anything else ``state``."""
         if isinstance(state, dict):
-            self.__dict__.update({str(key): value for key, value in state.items()})
+            plain = all(type(key) is str for key in state)
+            self.__dict__.update(state if plain else {str(k): v for k, v in state.items()})
         else:
             self.__dict__["state"] = state
 
@@ -148,12 +156,22 @@ class Record:
     stub_name = "?"
 
 
+class Unread:
+    """A known data class whose state is of no use here: not even kept."""
+
+    __slots__ = ()
+    stub_name = "?"
+    __setstate__ = staticmethod(id)
+
+
 class StateDict(dict[Any, Any]):
     """An ordered dictionary that, as torch's state dicts do, may carry attributes."""
 
 
 class StorageRef:
     """A torch storage that was not read: where its bytes are, by key, and how many."""
+
+    __slots__ = ("count", "dtype", "key")
 
     def __init__(self, key: str, dtype: DType, count: int) -> None:
         """``count`` elements of ``dtype`` in the archive's record ``data/<key>``."""
@@ -162,6 +180,8 @@ class StorageRef:
 
 class TensorRef:
     """A torch tensor that was not read: a strided part of a storage."""
+
+    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
     def __init__(
         self,
@@ -183,6 +203,18 @@ class _StorageType:
         self.dtype = dtype
 
 
+@contextmanager
+def unhurried_collector() -> Iterator[None]:
+    """Make many objects that all stay: the cycle collector would look at them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Reader:
     """Loads pickles of one checkpoint and remembers the foreign classes it met."""
 
@@ -197,10 +229,26 @@ class Reader:
         """
         return self.load_stream(io.BytesIO(content), file=file)
 
+    def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
+        """As ``load``, but the last attribute of the object, ``field``, is None and not read.
+
+        Where that name does not stand once and as protocol 4 writes it, everything is read.
+        """
+        text = field.encode()
+        mark = b"\x8c" + bytes([len(text)]) + text
+        at = content.find(mark)
+        if at > 0 and content.endswith(b"ub.") and content.count(mark) == 1:
+            # None, the items of the state, build, stop; then what the open frame may ask for.
+            rest = b"Nub." + bytes(min(len(content) - at, _FRAME_BYTES))
+            with suppress(SourceError):
+                return self.load(content[:at] + mark + rest, file=file)
+        return self.load(content, file=file)
+
     def load_stream(self, stream: Any, *, file: str) -> Any:  # noqa: ANN401 - as above
         """The next object of a stream of pickles."""
         try:
-            return _Unpickler(stream, self).load()
+            with unhurried_collector():
+                return _Unpickler(stream, self).load()
         except UnsafePickleError as error:
             error.file = file
             raise
@@ -212,7 +260,8 @@ class Reader:
         """The inert stand-in of one foreign class; the same for each use of the name."""
         full = f"{module}.{name}"
         if full not in self.stubs:
-            self.stubs[full] = type(name.rpartition(".")[2], (base,), {"stub_name": full})
+            fields = {"stub_name": full} | ({"__slots__": ()} if base is Unread else {})
+            self.stubs[full] = type(name.rpartition(".")[2], (base,), fields)
         return self.stubs[full]
 
     @property
@@ -228,9 +277,10 @@ class _Unpickler(pickle.Unpickler):
         self._reader = reader
 
     def persistent_load(self, pid: object) -> StorageRef:
-        match pid:
-            case ("storage", _StorageType(dtype=dtype), str(key), _, int(count), *_):
-                return StorageRef(key, dtype, count)
+        if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage":  # noqa: PLR2004
+            _, kind, key, _, count = pid[:5]
+            if isinstance(kind, _StorageType) and isinstance(key, str) and isinstance(count, int):
+                return StorageRef(key, kind.dtype, count)
         raise SourceError(f"unknown kind of storage {str(pid)[:80]}")
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401, PLR0911 - a list of cases
@@ -249,7 +299,8 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _INERT_FUNCTIONS | _INERT_CLASSES:
             return self._reader.stub(module, name)
         if module.startswith("torch.distributed.checkpoint.") and name.lstrip("_")[:1].isupper():
-            return self._reader.stub(module, name, Record if name in _RECORDS else Stub)
+            base = Record if name in _RECORDS else Unread if name in _UNREAD else Stub
+            return self._reader.stub(module, name, base)
         last = name.rpartition(".")[2].lstrip("_")
         is_class = last[:1].isupper()
         if root in sys.stdlib_module_names or root in _FOREIGN_ROOTS or not is_class:
@@ -311,11 +362,11 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 
 def _reconstruct(kind: Callable[..., object], _base: object, _state: object) -> object:
-    return kind() if isinstance(kind, type) and issubclass(kind, Stub | Record) else Stub()
+    return kind() if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread) else Stub()
 
 
 def _new_object(kind: Callable[..., object], *args: object) -> object:
-    return kind(*args) if isinstance(kind, type) and issubclass(kind, Stub | Record) else Stub()
+    return kind(*args) if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread) else Stub()
 
 
 def _default_dict(_factory: object = None, *pairs: Any) -> dict[Any, Any]:  # noqa: ANN401
