@@ -90,7 +90,7 @@ def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
         args = parse_training_args(checkpoint.args, checkpoint.shapes)
         architecture = choose_architecture(args)
         vocab = args.vocab_size or args.padded_vocab_size
-        plan = build_plan(checkpoint, args, architecture, vocab_size=vocab, dtype=None)
+        plan = build_plan(checkpoint, args, architecture, vocab_size=vocab, dtype=None, copies=False)
     except CkptError as error:
         return {"convertible": False, "reason": str(error), "notes": list(checkpoint.notes)}
     return {

@@ -7,6 +7,7 @@ exactly once are a tensor, however they are cut.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ckpt.tensors import Shard, View
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A part of a whole tensor: the elements of ``view`` belong at ``start``."""
 
@@ -26,7 +27,7 @@ class Placed:
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """A tensor as one rank holds it: its shape and the parts that cover it."""
 
@@ -124,6 +125,8 @@ def _inside(
 
 def check_cover(shape: tuple[int, ...], parts: Sequence[Placed]) -> None:
     """Raise PlanError unless the parts cover ``shape`` exactly once."""
+    if len(parts) == 1 and parts[0].view.shape == shape and not any(parts[0].start):
+        return
     boxes = []
     for part in parts:
         ends = tuple(s + n for s, n in zip(part.start, part.view.shape, strict=False))
@@ -148,7 +151,7 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Placed]) -> None:
 def _any_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     ordered = sorted(boxes)
     for index, (start, end) in enumerate(ordered):
-        for other_start, other_end in ordered[index + 1 :]:
+        for other_start, other_end in islice(ordered, index + 1, None):
             if other_start and other_start[0] >= end[0]:
                 break
             sides = zip(start, end, other_start, other_end, strict=True)

@@ -32,15 +32,9 @@ class DType(Enum):
         """Refuse: a pickle that names a type must not change it."""
         raise TypeError(f"an element type has no state, found {state!r:.40}")
 
-    @property
-    def torch_name(self) -> str:
-        """The name that torch and transformers use, such as ``bfloat16``."""
-        return self.value[0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element takes."""
-        return self.value[1]
+    def __init__(self, torch_name: str, itemsize: int) -> None:
+        """``torch_name`` is what torch and transformers say, ``itemsize`` counts bytes."""
+        self.torch_name, self.itemsize = torch_name, itemsize
 
     @property
     def is_float(self) -> bool:

@@ -110,14 +110,16 @@ def build_plan(
     *,
     vocab_size: int,
     dtype: DType | None,
+    copies: bool = True,
 ) -> Plan:
     """The plan that turns a checkpoint into the tensors of ``architecture``.
 
-    ``dtype`` None keeps every tensor's own. Raises PlanError that lists every tensor that
+    ``dtype`` None keeps every tensor's own. Without ``copies`` all is decided and checked as
+    well, but which bytes go where is left out of the targets. Raises PlanError that lists every tensor that
     no row takes and every row that no tensor fills, and for shards that do not fit.
     """
     matches = _match(checkpoint.tensors, architecture, args)
-    builder = _Builder(args, architecture, vocab_size, dtype)
+    builder = _Builder(args, architecture, vocab_size, dtype, copies=copies)
     for match in sorted(matches, key=lambda m: (_group(m), m.layer, m.position, m.expert)):
         builder.add(match)
     return builder.plan()
@@ -218,8 +220,11 @@ class _Builder:
         architecture: Architecture,
         vocab_size: int,
         dtype: DType | None,
+        *,
+        copies: bool,
     ) -> None:
         self._args, self._architecture, self._dtype = args, architecture, dtype
+        self._copies, self._moved = copies, dict[str, int]()
         self._sizes = Sizes(args.heads, args.groups, args.head_dim, vocab_size)
         self._targets: dict[str, Target] = {}
         self._checks: list[Check] = []
@@ -243,7 +248,8 @@ class _Builder:
         whole = self._place(tensor.shards, rule.layout, tensor.shape)
         self._parameters += prod(whole.shape)
         self._add_checks(tensor, whole, rule.layout)
-        sizes = replace(self._sizes, blocks=self._blocks(rule.layout))
+        sizes, blocks = self._sizes, self._blocks(rule.layout)
+        sizes = replace(sizes, blocks=blocks) if blocks else sizes
         pieces = cut(whole.shape[0], rule.layout.cut, sizes)
         if rule.layout.cut is Cut.VOCABULARY:
             self._padding_rows = whole.shape[0] - pieces[0].rows
@@ -297,8 +303,13 @@ class _Builder:
             shape = (*shape[:-2], shape[-1], shape[-2])
         stacked = "{expert}" in rule.source and "{expert}" not in pattern
         base = expert * prod(shape) * stored.itemsize if stacked else 0
+        # Parts cover a whole tensor exactly once: place() sees to it.
+        moved = sum(s.length for s in piece.segments) * prod(whole.shape[1:]) * stored.itemsize
+        self._moved[name] = self._moved.get(name, 0) + moved
         copies, *further = (
             tuple(copies_for(held, piece, transposed=rule.layout.transposed, base=base))
+            if self._copies
+            else ()
             for held in _layers(match.tensor, whole)
         )
         if stacked:
@@ -332,7 +343,9 @@ class _Builder:
     def plan(self) -> Plan:
         """The finished plan; raises PlanError when a target is not covered exactly."""
         for name, target in self._targets.items():
-            moved = sum(copy.nbytes for copy in target.copies)
+            moved = self._moved[name]
+            if self._copies:
+                moved = sum(copy.nbytes for copy in target.copies)
             if moved != target.stored_bytes:
                 raise PlanError(
                     "the stored parts do not cover the tensor that is to be written",
@@ -361,7 +374,7 @@ def _same_boxes(parts: Sequence[Placed], others: Sequence[Placed]) -> Iterator[t
 
 def _layers(tensor: SourceTensor, whole: Whole) -> Iterator[Whole]:
     """The whole tensor; and each further rank's copy where the copies are combined."""
-    yield replace(whole, replicas=())
+    yield replace(whole, replicas=()) if whole.replicas else whole
     for replica in whole.replicas if tensor.combine is not Combine.EQUAL else ():
         yield Whole(whole.shape, replica)
 

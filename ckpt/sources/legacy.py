@@ -21,7 +21,7 @@ from ckpt.sources.locate import rank_directory
 from ckpt.sources.ranked import fold_tied, rank_shards
 from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
-from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.sources.unpickle import Reader, TensorRef, unhurried_collector
 from ckpt.tensors import SourceTensor, View
 
 if TYPE_CHECKING:
@@ -57,16 +57,25 @@ class _Rank:
 
 
 def read(located: Located, *, spans: bool) -> Checkpoint:
-    """The checkpoint in a legacy directory; its spans are known whether asked for or not.
+    """The checkpoint in a legacy directory.
 
+    Without ``spans`` the views point to the records' headers instead of to the elements.
     Raises SourceError when a rank's file is missing or damaged, or when the files are not
     those that the training arguments say.
     """
-    del spans
     reader = Reader()
     files = _rank_files(located.directory)
-    archives = {key: _open(file, reader) for key, file in files.items()}
+    with unhurried_collector():
+        return _read(located, files, reader, spans=spans)
+
+
+def _read(
+    located: Located, files: dict[tuple[int, ...], Path], reader: Reader, *, spans: bool
+) -> Checkpoint:
+    archives = {key: _open(file, reader, spans=spans) for key, file in files.items()}
     args = _plain_args(next(iter(archives.values())))
+    for archive in archives.values():  # what is left is the models, and all of it is needed
+        archive.root = {key: archive.root[key] for key in _model_keys(archive.root)}
     sizes = parallelism_of(args)
     ranks = _grid(archives, sizes, located.directory)
     collector = _Collector(args, replace(sizes, virtual_pipeline=len(ranks[0].chunks)))
@@ -106,18 +115,19 @@ def _no_tensor(value: object, file: Path, name: str) -> SourceError:
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
     """Files by the numbers in their directory's name, in ascending order."""
     found = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(directory.iterdir(), key=lambda path: path.name):
         numbers = rank_directory(path.name)
         if numbers is None:
             continue
-        if not (path / FILE_NAME).is_file():
+        file = path / FILE_NAME
+        if not file.is_file():
             raise SourceError(f"{FILE_NAME} is missing", file=path)
-        found[numbers] = path / FILE_NAME
+        found[numbers] = file
     return found
 
 
-def _open(file: Path, reader: Reader) -> TorchArchive:
-    archive = read_archive(file, reader)
+def _open(file: Path, reader: Reader, *, spans: bool) -> TorchArchive:
+    archive = read_archive(file, reader, spans=spans)
     root = archive.root
     if not isinstance(root, dict) or not _holds_models(root):
         raise SourceError(
@@ -130,8 +140,12 @@ def _open(file: Path, reader: Reader) -> TorchArchive:
 
 
 def _holds_models(root: dict[Any, Any]) -> bool:
-    models = [root[key] for key in root if re.fullmatch(r"model\d*", str(key))]
+    models = [root[key] for key in _model_keys(root)]
     return bool(models) and all(isinstance(model, dict) for model in models)
+
+
+def _model_keys(root: dict[Any, Any]) -> list[Any]:
+    return [key for key in root if re.fullmatch(r"model\d*", str(key))]
 
 
 def _plain_args(archive: TorchArchive) -> dict[str, Any]:
@@ -253,7 +267,10 @@ class _Collector:
                     self.skipped.append((name, reason))
             elif isinstance(value, TensorRef):
                 view = rank.archive.view(value, name=name)
-                for part_name, part in self._split_grouped(names.canonical(name), view):
+                plain = names.canonical(name)
+                grouped = ".mlp.experts." in plain and not names.is_expert(plain)
+                parts = self._split_grouped(plain, view) if grouped else ((plain, view),)
+                for part_name, part in parts:
                     if part_name in views:
                         raise SourceError(
                             "two entries are the same tensor",
@@ -276,7 +293,7 @@ class _Collector:
         [E, out, in].
         """
         stem, _, last = name.rpartition(".")
-        local = count_in(self.args, "num_experts") // self.sizes.expert
+        local = self._local_experts
         if stem.endswith(".mlp.experts") and last in {"weight1", "weight2"}:
             hidden = view.shape[0] if last == "weight1" else view.shape[1]
             inner = prod(view.shape) // max(1, local * hidden)
@@ -302,10 +319,15 @@ class _Collector:
         offsets = self._offsets()
         shards: dict[str, dict[int, list[View]]] = {}
         for rank, stage, views in self._pending:
+            held, first = self._expert_ranks(rank), rank.ep * self._local_experts
             for local_name, view in views.items():
-                name = names.shift_layer(local_name, offsets[stage])
-                for key, global_name in self._places(rank, name):
-                    shards.setdefault(global_name, {}).setdefault(key, []).append(view)
+                name, keys = names.shift_layer(local_name, offsets[stage]), (rank.tp,)
+                if names.is_expert(name):
+                    if len(held) > 1:
+                        raise self._overwritten(rank, name, len(held))
+                    name, keys = names.shift_expert(name, first), held
+                for key in keys:
+                    shards.setdefault(name, {}).setdefault(key, []).append(view)
         return self._join(shards)
 
     def _offsets(self) -> dict[int, int]:
@@ -323,31 +345,31 @@ class _Collector:
             )
         return offsets
 
-    def _places(self, rank: _Rank, name: str) -> Iterator[tuple[int, str]]:
-        """(rank within the sharding group, global name) pairs that one stored tensor fills."""
-        if not names.is_expert(name):
-            yield rank.tp, name
-            return
+    def _overwritten(self, rank: _Rank, name: str, writers: int) -> SourceError:
+        return SourceError(
+            f"{writers} expert tensor-parallel ranks wrote this one file over each other",
+            file=rank.archive.file,
+            tensor=name,
+            expected=f"ETP at most TP, which is {self.sizes.tensor}",
+            found=f"ETP {self.sizes.expert_tensor}",
+            hint="The other ranks' experts are lost; save the run again as torch_dist",
+        )
+
+    @property
+    def _local_experts(self) -> int:
+        return count_in(self.args, "num_experts") // self.sizes.expert
+
+    def _expert_ranks(self, rank: _Rank) -> tuple[int, ...]:
+        """The ranks within an expert's sharding group that wrote a file's experts."""
         sizes = self.sizes
-        local = count_in(self.args, "num_experts") // sizes.expert
         world = max(sizes.tensor, sizes.expert * sizes.expert_tensor)
-        held = {
+        held = (
             number % sizes.expert_tensor
             for number in range(world)
             if (number % sizes.tensor, number // sizes.expert_tensor % sizes.expert)
             == (rank.tp, rank.ep)
-        }
-        if len(held) > 1:
-            raise SourceError(
-                f"{len(held)} expert tensor-parallel ranks wrote this one file over each other",
-                file=rank.archive.file,
-                tensor=name,
-                expected=f"ETP at most TP, which is {sizes.tensor}",
-                found=f"ETP {sizes.expert_tensor}",
-                hint="The other ranks' experts are lost; save the run again as torch_dist",
-            )
-        for etp in held:
-            yield etp, names.shift_expert(name, rank.ep * local)
+        )
+        return tuple(dict.fromkeys(held))
 
     def _join(self, shards: dict[str, dict[int, list[View]]]) -> list[SourceTensor]:
         tensors = []

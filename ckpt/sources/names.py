@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 PREFIXES = ("module.", "model.", "language_model.")
 
@@ -44,7 +45,10 @@ _OLD: tuple[tuple[str, str], ...] = (
     (r"\.mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$", r".mlp.experts.\3.linear_fc\1.\2"),
 )
 _RENAMES = tuple((re.compile(pattern), new) for pattern, new in _OLD)
+_ANY_OLD = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _OLD))
 _SKIPS = tuple((re.compile(pattern), reason) for pattern, reason in SKIPPED)
+_ANY_SKIP = re.compile("|".join(f"(?:{pattern})" for pattern, _ in SKIPPED))
+_MANY = 2**17  # names that a checkpoint may repeat in every rank's file
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.mlp\.experts\.)(\d+)(\..*)$")
 
@@ -60,26 +64,27 @@ class Skipped:
 
 def strip_prefixes(name: str) -> str:
     """The name without the prefixes of wrappers, however many there are."""
-    while True:
-        for prefix in PREFIXES:
-            if name.startswith(prefix):
-                name = name[len(prefix) :]
-                break
-        else:
-            return name
-
-
-def canonical(name: str) -> str:
-    """The one spelling of a tensor's name; numbers of layers and experts stay as they are."""
-    name = strip_prefixes(name)
-    for pattern, new in _RENAMES:
-        name = pattern.sub(new, name)
+    while name.startswith(PREFIXES):
+        name = name.partition(".")[2]
     return name
 
 
+@lru_cache(_MANY)
+def canonical(name: str) -> str:
+    """The one spelling of a tensor's name; numbers of layers and experts stay as they are."""
+    name = strip_prefixes(name)
+    if _ANY_OLD.search(name):
+        for pattern, new in _RENAMES:
+            name = pattern.sub(new, name)
+    return name
+
+
+@lru_cache(_MANY)
 def skip_reason(name: str) -> str | None:
     """Why an entry of that name is no weight of the model, or None."""
     plain = strip_prefixes(name)
+    if not _ANY_SKIP.fullmatch(plain):
+        return None
     return next((reason for pattern, reason in _SKIPS if pattern.fullmatch(plain)), None)
 
 
@@ -91,22 +96,26 @@ def count_skipped(names: list[tuple[str, str]]) -> tuple[Skipped, ...]:
     return tuple(Skipped(reason, len(all_), all_[0]) for reason, all_ in reasons.items())
 
 
+@lru_cache(_MANY)
 def layer_of(name: str) -> int | None:
     """The layer number in a decoder tensor's name."""
     found = _LAYER.match(name)
     return int(found[2]) if found else None
 
 
+@lru_cache(_MANY)
 def shift_layer(name: str, offset: int) -> str:
     """The name with its decoder layer number raised by ``offset``."""
     return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + offset}{found[3]}", name)
 
 
+@lru_cache(_MANY)
 def is_expert(name: str) -> bool:
     """Whether the tensor belongs to one routed expert."""
     return _EXPERT.match(name) is not None
 
 
+@lru_cache(_MANY)
 def shift_expert(name: str, offset: int) -> str:
     """The name with its routed expert's number raised by ``offset``."""
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + offset}{found[3]}", name)

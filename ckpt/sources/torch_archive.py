@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import SourceError
@@ -78,6 +79,7 @@ class TorchArchive:
         return View(self._name, offset, dtype, shape, tensor.strides)
 
 
+@lru_cache(2**16)
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """How many elements lie from the first one to the last, None where this makes no sense."""
     if len(shape) != len(strides) or min(shape, default=0) < 0:
@@ -130,18 +132,28 @@ class OpenFile:
 
 
 def read_archive(
-    file: Path, reader: Reader, *, offset: int = 0, length: int | None = None
+    file: Path,
+    reader: Reader,
+    *,
+    offset: int = 0,
+    length: int | None = None,
+    spans: bool = True,
 ) -> TorchArchive:
     """The object saved in ``file``, or in its ``length`` bytes from ``offset`` on.
 
-    Raises SourceError for a file that is no torch archive, is cut short or compressed.
+    Without ``spans`` its storages' bytes are taken to begin at their headers. Raises SourceError for a file that is no torch archive, is cut short or compressed.
     """
     with OpenFile(file) as opened:
-        return read_item(opened, reader, offset=offset, length=length)
+        return read_item(opened, reader, offset=offset, length=length, spans=spans)
 
 
 def read_item(
-    opened: OpenFile, reader: Reader, *, offset: int = 0, length: int | None = None
+    opened: OpenFile,
+    reader: Reader,
+    *,
+    offset: int = 0,
+    length: int | None = None,
+    spans: bool = True,
 ) -> TorchArchive:
     """As :func:`read_archive`, from a file that is open."""
     file, size = opened.path, opened.size
@@ -158,14 +170,16 @@ def read_item(
         if opened.read(offset, 4) != b"PK\x03\x04":
             with opened.stream() as stream:
                 return _read_legacy(file, stream, reader, size)
-        return _load(opened, _read_directory(opened, offset, length), reader)
+        return _load(opened, _read_directory(opened, offset, length), reader, spans=spans)
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", file=file) from error
     except (OverflowError, ValueError, struct.error) as error:
         raise SourceError(f"damaged archive: {error}", file=file, hint=_CUT_HINT) from error
 
 
-def _load(opened: OpenFile, members: dict[str, Member], reader: Reader) -> TorchArchive:
+def _load(
+    opened: OpenFile, members: dict[str, Member], reader: Reader, *, spans: bool
+) -> TorchArchive:
     file = opened.path
     pickles = [name for name in members if name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -179,7 +193,7 @@ def _load(opened: OpenFile, members: dict[str, Member], reader: Reader) -> Torch
     start = f"{prefix}data/"
     skipped = len(start)
     storages = {
-        name[skipped:]: _behind_header(opened, member)
+        name[skipped:]: _behind_header(opened, member) if spans and member.size else member
         for name, member in members.items()
         if name.startswith(start)
     }

@@ -17,7 +17,7 @@ import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import SourceError, UnsafePickleError
 from ckpt.tensors import DType
@@ -128,7 +128,7 @@ class Stub:
     def __setstate__(self, state: object) -> None:
         """Keep the state: a dict becomes attributes, anything else ``state``."""
         if isinstance(state, dict):
-            plain = all(type(key) is str for key in state)
+            plain = set(map(type, state)) <= {str}
             self.__dict__.update(state if plain else {str(k): v for k, v in state.items()})
         else:
             self.__dict__["state"] = state
@@ -168,14 +168,12 @@ class StateDict(dict[Any, Any]):
     """An ordered dictionary that, as torch's state dicts do, may carry attributes."""
 
 
-class StorageRef:
-    """A torch storage that was not read: where its bytes are, by key, and how many."""
+class StorageRef(NamedTuple):
+    """A torch storage that was not read: ``count`` elements in the archive's ``data/<key>``."""
 
-    __slots__ = ("count", "dtype", "key")
-
-    def __init__(self, key: str, dtype: DType, count: int) -> None:
-        """``count`` elements of ``dtype`` in the archive's record ``data/<key>``."""
-        self.key, self.dtype, self.count = key, dtype, count
+    key: str
+    dtype: DType
+    count: int
 
 
 class TensorRef:
@@ -227,7 +225,9 @@ class Reader:
 
         Raises UnsafePickleError for code that no checkpoint needs, SourceError for damage.
         """
-        return self.load_stream(io.BytesIO(content), file=file)
+        # The unpickler takes what it can peek at, and else asks for every few bytes by themselves.
+        stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)  # type: ignore[arg-type]
+        return self.load_stream(stream, file=file)
 
     def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
         """As ``load``, but the last attribute of the object, ``field``, is None and not read.
