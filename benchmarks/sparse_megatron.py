@@ -97,7 +97,7 @@ class Tensor:
         return tuple(start if axis == self.dim else 0 for axis in range(len(self.shape)))
 
 
-COMMON: dict[str, Any] = dict(
+COMMON: dict[str, Any] = dict(  # noqa: C408 - as arguments are written
     normalization="RMSNorm", layernorm_epsilon=1e-5, layernorm_zero_centered_gamma=False,
     swiglu=True, add_bias_linear=False, add_qkv_bias=False, position_embedding_type="rope",
     rotary_percent=1.0, rotary_interleaved=False, rotary_seq_len_interpolation_factor=None,
@@ -105,7 +105,7 @@ COMMON: dict[str, Any] = dict(
     untie_embeddings_and_output_weights=True, num_experts=None, moe_layer_freq=1,
     multi_latent_attention=False, qk_layernorm=False, mtp_num_layers=None, seq_length=4096,
 )  # fmt: skip
-DEEPSEEK_V3 = Model(dict(
+DEEPSEEK_V3 = Model(dict(  # noqa: C408 - as arguments are written
     num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
     kv_channels=128, group_query_attention=False, num_query_groups=1, vocab_size=129280,
     max_position_embeddings=4096, layernorm_epsilon=1e-6, rotary_base=10000,
@@ -119,7 +119,7 @@ DEEPSEEK_V3 = Model(dict(
     moe_router_pre_softmax=False, moe_router_num_groups=8, moe_router_group_topk=4,
     moe_router_topk_scaling_factor=2.5, moe_aux_loss_coeff=1e-4,
 ))  # fmt: skip
-LLAMA3_405B = Model(dict(
+LLAMA3_405B = Model(dict(  # noqa: C408 - as arguments are written
     num_layers=126, hidden_size=16384, ffn_hidden_size=53248, num_attention_heads=128,
     kv_channels=128, group_query_attention=True, num_query_groups=8, vocab_size=128256,
     max_position_embeddings=131072, rotary_base=500000, use_rope_scaling=True,
@@ -315,7 +315,7 @@ class _Writer:
                     length = self._put(stream.fileno(), at, entry)
                     items.append(_write_item(entry))
                     index = metadata.MetadataIndex(entry.fqn, _size(entry.offset))
-                    places.append((index, filesystem._StorageInfo(name, at, length)))
+                    places.append((index, filesystem._StorageInfo(name, at, length)))  # noqa: SLF001 - as torch writes it
                     at += length
                 stream.truncate(at)
         # Every rank's plan and results reach the coordinator as pickles of their own.
@@ -376,7 +376,8 @@ def write_torch_dist(root: Path, model: Model, ranks: Ranks, *, optimizer: bool 
     torch.save(common, directory / "common.pt")
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')
     writer = _Writer(directory)
-    plans, storage = [], {}
+    plans: list[Any] = []
+    storage: dict[Any, Any] = {}
     for rank, entries in enumerate(_entries_by_rank(model, ranks, optimizer=optimizer)):
         plan, places = writer.write(rank, entries)
         plans.append(plan)
@@ -433,9 +434,8 @@ def _add_dense(
             held[rank] += _stored(at + item.name, item, places, (lead,) if lead else ())
         if item.name.endswith("weight") and at:
             module = at + item.name.rpartition(".")[0]
-            number = lead[0] if lead else 0
-            of = lead[1] if lead else 1
-            held[0].append(_object(f"{module}._extra_state/shard_{number}_{of}"))
+            place, of = lead or (0, 1)
+            held[0].append(_object(f"{module}._extra_state/shard_{place}_{of}"))
 
 
 def _add_experts(held: list[list[_Stored]], model: Model, ranks: Ranks, layers: range) -> None:

@@ -13,6 +13,7 @@ from ckpt.errors import CkptError, ModelError
 from ckpt.manifest import MANIFEST_NAME, read_manifest
 from ckpt.shards import INDEX_NAME, read_header
 from ckpt.sources import open_source
+from ckpt.sources.unpickle import unhurried_collector
 from ckpt.terminal import format_bytes
 from ckpt.training import parse_training_args
 
@@ -62,7 +63,11 @@ def inspect_directory(path: Path, *, iteration: IterationChoice = "latest") -> I
     """
     if (path / "config.json").is_file():
         return _inspect_model(path)
-    checkpoint = open_source(path, iteration, spans=False)
+    with unhurried_collector():
+        return _inspect_checkpoint(open_source(path, iteration, spans=False))
+
+
+def _inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     facts: dict[str, Any] = {
         "directory": str(checkpoint.directory),
         "format": checkpoint.format,
@@ -90,7 +95,9 @@ def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
         args = parse_training_args(checkpoint.args, checkpoint.shapes)
         architecture = choose_architecture(args)
         vocab = args.vocab_size or args.padded_vocab_size
-        plan = build_plan(checkpoint, args, architecture, vocab_size=vocab, dtype=None, copies=False)
+        plan = build_plan(
+            checkpoint, args, architecture, vocab_size=vocab, dtype=None, copies=False
+        )
     except CkptError as error:
         return {"convertible": False, "reason": str(error), "notes": list(checkpoint.notes)}
     return {

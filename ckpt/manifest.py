@@ -12,7 +12,6 @@ import json
 import os
 import platform
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
@@ -85,6 +84,8 @@ def fingerprint(*values: object) -> str:
 
 def tool_versions() -> dict[str, str]:
     """Versions of this tool and of the libraries it works with, those that are installed."""
+    from importlib import metadata  # noqa: PLC0415 - a slow import, and only for a manifest
+
     versions = {"ckpt": __version__, "python": platform.python_version()}
     for name in ("torch", "safetensors", "transformers", "numpy"):
         try:

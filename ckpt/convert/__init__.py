@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.arch import choose_architecture, refuse_foreign
-from ckpt.convert import staging
-from ckpt.convert.checks import run_checks
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan, describe_plan
-from ckpt.convert.write import Files, Written, disk_faults, write_file
 from ckpt.errors import OptionsError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.progress import Progress, Silent
 from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_content
 from ckpt.sources import open_source
+from ckpt.sources.unpickle import unhurried_collector
 from ckpt.tensors import DType
 from ckpt.training import TrainingArgs, parse_overrides, parse_training_args
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
     from ckpt.arch import Architecture
     from ckpt.config import ConvertOptions
+    from ckpt.convert.write import Files, Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.sources.locate import IterationChoice
@@ -124,7 +123,11 @@ def plan_conversion(
     Raises SourceError, FamilyError, PlanError or OptionsError for whatever cannot be
     converted exactly.
     """
-    checkpoint = open_source(source, iteration)
+    with unhurried_collector():
+        return _plan(open_source(source, iteration), options)
+
+
+def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     values = {**checkpoint.args, **parse_overrides(options.overrides)}
     refuse_foreign([tensor.name for tensor in checkpoint.tensors], values)
     args = parse_training_args(values, checkpoint.shapes)
@@ -184,18 +187,20 @@ def carry_out(
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write what :func:`plan_conversion` planned; raises as :func:`convert_checkpoint` does."""
+    from ckpt.convert import checks, staging, write  # noqa: PLC0415 - planning needs no NumPy
+
     progress, started = progress or Silent(), time.monotonic()
     for note in conversion.notes:
         progress.note(f"note: {note}")
     staging.check_output(output, overwrite=options.overwrite)
-    with Files() as files:
-        drift = run_checks(conversion.plan.checks, files, progress).note()
+    with write.Files() as files:
+        drift = checks.run_checks(conversion.plan.checks, files, progress).note()
         if drift:
             conversion = replace(conversion, notes=(*conversion.notes, drift))
             progress.note(f"note: {drift}")
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
         written = _write_weights(conversion, stage, files, progress)
-    with disk_faults(stage):
+    with write.disk_faults(stage):
         written += _write_beside(conversion, stage)
         staging.check_written(stage, conversion.files)
         staging.clear_receipts(stage)
@@ -208,18 +213,22 @@ def carry_out(
 def _write_weights(
     conversion: Conversion, stage: Path, files: Files, progress: Progress
 ) -> list[Written]:
+    from ckpt.convert import write  # noqa: PLC0415 - planning needs no NumPy
+
     targets = {target.spec.name: target for target in conversion.plan.targets}
     progress.start("writing weights", conversion.plan.nbytes)
     written = []
     for name, specs in conversion.files:
         chosen = [targets[spec.name] for spec in specs]
-        written.append(write_file(stage, name, chosen, files, progress))
+        written.append(write.write_file(stage, name, chosen, files, progress))
     progress.finish()
     return written
 
 
 def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
     """Tokenizer, index, reference logits, and config.json, without which nothing loads, last."""
+    from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
+
     names = []
     for name, file in conversion.tokenizer.files if conversion.tokenizer else ():
         (stage / name).parent.mkdir(exist_ok=True)
@@ -239,8 +248,10 @@ def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
 
 
 def _hashed(directory: Path, name: str) -> Written:
+    from ckpt.convert import write  # noqa: PLC0415 - planning needs no NumPy
+
     content = (directory / name).read_bytes()
-    return Written(name, len(content), sha256(content).hexdigest())
+    return write.Written(name, len(content), sha256(content).hexdigest())
 
 
 def _vocabulary(

@@ -115,8 +115,8 @@ def build_plan(
     """The plan that turns a checkpoint into the tensors of ``architecture``.
 
     ``dtype`` None keeps every tensor's own. Without ``copies`` all is decided and checked as
-    well, but which bytes go where is left out of the targets. Raises PlanError that lists every tensor that
-    no row takes and every row that no tensor fills, and for shards that do not fit.
+    well, but which bytes go where is left out of the targets. Raises PlanError that lists every
+    tensor that no row takes and every row that no tensor fills, and for shards that do not fit.
     """
     matches = _match(checkpoint.tensors, architecture, args)
     builder = _Builder(args, architecture, vocab_size, dtype, copies=copies)

@@ -321,7 +321,8 @@ class _Collector:
         for rank, stage, views in self._pending:
             held, first = self._expert_ranks(rank), rank.ep * self._local_experts
             for local_name, view in views.items():
-                name, keys = names.shift_layer(local_name, offsets[stage]), (rank.tp,)
+                name = names.shift_layer(local_name, offsets[stage])
+                keys: tuple[int, ...] = (rank.tp,)
                 if names.is_expert(name):
                     if len(held) > 1:
                         raise self._overwritten(rank, name, len(held))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+from contextlib import closing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,8 +93,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
 class OpenFile:
     """A file to read archives from: few and small reads, each at a place of its own.
 
-    Use it in a ``with`` statement. What was read last is kept, since an archive's parts lie
-    close together.
+    Close it at the end. What was read last is kept, since an archive's parts lie together.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,11 +108,7 @@ class OpenFile:
         self.size = os.fstat(self._descriptor).st_size
         self._start, self._kept = 0, b""
 
-    def __enter__(self) -> OpenFile:
-        """The file itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
 
@@ -141,9 +137,10 @@ def read_archive(
 ) -> TorchArchive:
     """The object saved in ``file``, or in its ``length`` bytes from ``offset`` on.
 
-    Without ``spans`` its storages' bytes are taken to begin at their headers. Raises SourceError for a file that is no torch archive, is cut short or compressed.
+    Without ``spans`` its storages' bytes are taken to begin at their headers. Raises
+    SourceError for a file that is no torch archive, is cut short or compressed.
     """
-    with OpenFile(file) as opened:
+    with closing(OpenFile(file)) as opened:
         return read_item(opened, reader, offset=offset, length=length, spans=spans)
 
 

@@ -17,7 +17,7 @@ import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError, UnsafePickleError
 from ckpt.tensors import DType
@@ -168,12 +168,14 @@ class StateDict(dict[Any, Any]):
     """An ordered dictionary that, as torch's state dicts do, may carry attributes."""
 
 
-class StorageRef(NamedTuple):
-    """A torch storage that was not read: ``count`` elements in the archive's ``data/<key>``."""
+class StorageRef:
+    """A torch storage that was not read: where its bytes are, by key, and how many."""
 
-    key: str
-    dtype: DType
-    count: int
+    __slots__ = ("count", "dtype", "key")
+
+    def __init__(self, key: str, dtype: DType, count: int) -> None:
+        """``count`` elements of ``dtype`` in the archive's record ``data/<key>``."""
+        self.key, self.dtype, self.count = key, dtype, count
 
 
 class TensorRef:
@@ -226,7 +228,7 @@ class Reader:
         Raises UnsafePickleError for code that no checkpoint needs, SourceError for damage.
         """
         # The unpickler takes what it can peek at, and else asks for every few bytes by themselves.
-        stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)  # type: ignore[arg-type]
+        stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)
         return self.load_stream(stream, file=file)
 
     def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
@@ -366,7 +368,11 @@ def _reconstruct(kind: Callable[..., object], _base: object, _state: object) -> 
 
 
 def _new_object(kind: Callable[..., object], *args: object) -> object:
-    return kind(*args) if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread) else Stub()
+    return (
+        kind(*args)
+        if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread)
+        else Stub()
+    )
 
 
 def _default_dict(_factory: object = None, *pairs: Any) -> dict[Any, Any]:  # noqa: ANN401

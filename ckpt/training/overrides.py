@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import yaml
-
 from ckpt.errors import OptionsError
 
 
@@ -25,6 +23,8 @@ def parse_overrides(texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _plain_value(text: str, value: str) -> object:
+    import yaml  # noqa: PLC0415 - only where an argument is given by hand
+
     try:
         found: object = yaml.safe_load(value)
     except yaml.YAMLError as error:
