@@ -34,6 +34,8 @@ class Cut(Enum):
     GATE_UP = "gate, up"  # first half, second half
     BLOCKS = "blocks"  # one tensor for each of the blocks that the layout names
     INTERLEAVED_GATE_UP = "gate and up in turns"  # one tensor: gate 0, up 0, gate 1, ...
+    GATED_QKV = "grouped qkv with gates"  # a group's queries, gates, key, value -> [q; gate], k, v
+    DELTA = "delta net"  # [q; k; v; z; b; a] -> per key head [q; k; v; z] and [b; a]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Sizes:
     head_dim: int
     vocab_size: int
     blocks: tuple[int, ...] = ()
+    delta_heads: tuple[int, int] = (0, 0)  # key and value heads of a gated delta net
+    delta_dims: tuple[int, int] = (0, 0)  # their widths
 
 
 @dataclass(frozen=True)
@@ -242,10 +246,10 @@ def cut(rows: int, kind: Cut, sizes: Sizes) -> tuple[CutTarget, ...]:
         case Cut.GROUPED_QKV | Cut.FLAT_QKV:
             needed = (sizes.heads + 2 * sizes.groups) * sizes.head_dim
             _expect(rows == needed, f"{needed} rows of queries, keys and values", rows)
-            query, key, value = _cut_qkv(sizes)
-            if kind is Cut.GROUPED_QKV:
-                return (query, key, value)
-            return (_stack(query, key, value),)
+            parts = _cut_qkv(sizes)
+            return parts if kind is Cut.GROUPED_QKV else (_stack(*parts),)
+        case Cut.GATED_QKV | Cut.DELTA:
+            return _cut_gated(rows, kind, sizes)
 
 
 def _expect(holds: bool, expected: str, rows: int) -> None:  # noqa: FBT001 - an assertion
@@ -273,6 +277,54 @@ def _cut_qkv(sizes: Sizes) -> tuple[CutTarget, CutTarget, CutTarget]:
         CutTarget(sizes.groups * head, tuple(key)),
         CutTarget(sizes.groups * head, tuple(value)),
     )
+
+
+def _cut_gated(rows: int, kind: Cut, sizes: Sizes) -> tuple[CutTarget, ...]:
+    if kind is Cut.GATED_QKV:
+        needed = 2 * (sizes.heads + sizes.groups) * sizes.head_dim
+        _expect(rows == needed, f"{needed} rows of queries, gates, keys and values", rows)
+        return _cut_gated_qkv(sizes)
+    (keys, values), (key_dim, value_dim) = sizes.delta_heads, sizes.delta_dims
+    needed = 2 * (keys * key_dim + values * value_dim + values)
+    _expect(rows == needed, f"{needed} rows of q, k, v, z, b, a", rows)
+    ratio = values // keys
+    wide = (key_dim, key_dim, ratio * value_dim, ratio * value_dim)
+    return (_by_head(0, keys, wide), _by_head(keys * sum(wide), keys, (ratio, ratio)))
+
+
+def _cut_gated_qkv(sizes: Sizes) -> tuple[CutTarget, CutTarget, CutTarget]:
+    """Of each group all queries, all gates, key, value; Hugging Face has a gate behind each query.
+
+    megatron/core/transformer/attention.py, ``get_query_key_value_tensors``.
+    """
+    head, per_group = sizes.head_dim, sizes.heads // sizes.groups
+    wide = per_group * head
+    step = 2 * (wide + head)
+    query = [
+        Segment(g * step + part * wide + i * head, ((g * per_group + i) * 2 + part) * head, head)
+        for g in range(sizes.groups)
+        for i in range(per_group)
+        for part in (0, 1)
+    ]
+    sides = [
+        tuple(Segment(g * step + 2 * wide + at, g * head, head) for g in range(sizes.groups))
+        for at in (0, head)
+    ]
+    key, value = (CutTarget(sizes.groups * head, side) for side in sides)
+    return (CutTarget(2 * sizes.heads * head, tuple(query)), key, value)
+
+
+def _by_head(start: int, heads: int, widths: tuple[int, ...]) -> CutTarget:
+    """Blocks from row ``start`` on, each of ``heads`` pieces: all pieces of one head together."""
+    segments, source = [], start
+    for index, width in enumerate(widths):
+        before = sum(widths[:index])
+        segments += [
+            Segment(source + head * width, head * sum(widths) + before, width)
+            for head in range(heads)
+        ]
+        source += heads * width
+    return CutTarget(heads * sum(widths), tuple(segments))
 
 
 def _stack(*targets: CutTarget) -> CutTarget:

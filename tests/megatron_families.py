@@ -68,6 +68,14 @@ BASE = dict(
     mscale=1.0,
     mscale_all_dim=0.0,
     mtp_num_layers=None,
+    attention_output_gate=False,
+    experimental_attention_variant=None,
+    linear_attention_freq=None,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
 )
 MOE: dict[str, object] = dict(num_experts=6, moe_ffn_hidden_size=56)
 QWEN: dict[str, object] = dict(rotary_base=1000000, layernorm_epsilon=1e-6)
@@ -130,6 +138,26 @@ GEMMA: dict[str, object] = dict(
     geglu=True,
     openai_gelu=True,
     untie_embeddings_and_output_weights=False,
+)
+QWEN3_NEXT: dict[str, object] = dict(
+    **MOE,
+    **QWEN,
+    kv_channels=24,
+    rotary_percent=0.25,
+    qk_layernorm=True,
+    layernorm_zero_centered_gamma=True,
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    num_layers=4,
+    linear_attention_freq=2,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=10,
+    linear_value_head_dim=14,
+    linear_num_key_heads=4,
+    linear_num_value_heads=12,
+    moe_grouped_gemm=True,
+    moe_shared_expert_intermediate_size=72,
+    moe_shared_expert_gate=True,
 )
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": dict(rotary_base=500000),
@@ -195,6 +223,8 @@ FAMILIES: dict[str, dict[str, object]] = {
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
     ),
+    "qwen3next": QWEN3_NEXT,
+    "qwen3next-mtp": dict(**QWEN3_NEXT, mtp_num_layers=1),
     "deepseek": DEEPSEEK,
     "deepseek-mtp": dict(**DEEPSEEK, mtp_num_layers=1),
     "deepseek-gg": dict(**DEEPSEEK, moe_grouped_gemm=True),

@@ -21,6 +21,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as attention
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -53,6 +54,16 @@ _COMMON = [
     "expert_tensor_parallel_size",
     "pipeline_model_parallel_layout",
     "mtp_num_layers",
+]
+_LINEAR = [
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 ]
 _EXPERTS = [
     "moe_ffn_hidden_size",
@@ -114,6 +125,9 @@ def make_config(args, dtype):
     if args.num_experts:
         values.update({name: getattr(args, name) for name in _EXPERTS})
         values["num_moe_experts"] = args.num_experts
+    if args.linear_attention_freq:
+        values.update({name: getattr(args, name) for name in _LINEAR})
+        values.update(deterministic_mode=True, transformer_impl=args.transformer_impl)
     if args.multi_latent_attention:
         values.update({name: getattr(args, name) for name in _LATENT})
         config = MLATransformerConfig(**values, apply_rope_fusion=False)
@@ -149,16 +163,15 @@ def _chunk(args, config, stage):
         use_transformer_engine=args.transformer_impl == "transformer_engine",
         normalization=args.normalization,
     )
-    mtp = None
+    mtp, block = None, _block_spec(args, config, layers, stage)
     if args.mtp_num_layers:
-        last = get_gpt_decoder_layer_specs(config, **layers)[-1]
+        last = _last_layer_spec(args, config, layers)
         te = layers["use_transformer_engine"]
         mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=stage)
     at = dict(ignore_virtual=False, vp_stage=stage)
-    spec = get_gpt_decoder_block_spec(config, **layers, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=variants.adapt_spec(args, spec),
+        transformer_layer_spec=variants.adapt_spec(args, block),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=groups.is_pipeline_first_stage(**at),
@@ -175,6 +188,20 @@ def _chunk(args, config, stage):
         vp_stage=stage,
     )
     return variants.adapt_model(args, model)
+
+
+def _block_spec(args, config, layers, stage):
+    if args.linear_attention_freq:
+        return attention.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=stage
+        )
+    return get_gpt_decoder_block_spec(config, **layers, vp_stage=stage)
+
+
+def _last_layer_spec(args, config, layers):
+    if args.linear_attention_freq:  # the last stage's own block holds it
+        return _block_spec(args, config, layers, None).layer_specs[-1]
+    return get_gpt_decoder_layer_specs(config, **layers)[-1]
 
 
 def sharding(*, single=False):

@@ -21,7 +21,7 @@ from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, plan_conversion
 from ckpt.inspection import weight_files
 
-AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "row": 1, "down": 0}
+AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "gated": 0, "row": 1, "down": 0}
 
 
 def fits(model: TinyModel, ranks: Ranks) -> bool:
@@ -31,6 +31,8 @@ def fits(model: TinyModel, ranks: Ranks) -> bool:
         return False
     for item in tensors(model):
         size = ranks.expert_tp if ".local_experts." in item.name else ranks.tp
+        if any(block % size for block in item.blocks):
+            return False
         axis = AXES.get(item.kind)
         if axis is None:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.convert.write import Files, clip, fill
@@ -58,6 +58,81 @@ def test_grouped_queries_come_out_by_kind_whatever_the_ranks(
         copies = copies_for(placed, target, transposed=False, base=0)
         found = carry_out(copies, (target.rows, *width))
         assert np.array_equal(found, np.concatenate(expected[kind]))
+
+
+@given(
+    groups=st.integers(1, 3), per_group=st.integers(1, 3), head_dim=st.integers(1, 3),
+    ranks=st.integers(1, 4),
+)  # fmt: skip
+@settings(deadline=None)
+def test_gates_come_out_behind_their_queries(tmp_path_factory, groups, per_group, head_dim, ranks):
+    """A head of the class is [query; gate]; Megatron has a group's gates together."""
+    rows = 2 * groups * (per_group + 1) * head_dim
+    ranks = ranks if rows % ranks == 0 else 1
+    whole = np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)
+    views = stored(tmp_path_factory.mktemp("x") / "f", np.split(whole, ranks))
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    placed = place(shards, Layout(dim=0), None, 0)
+    expected = {"q": [], "k": [], "v": []}
+    for group in whole.reshape(groups, 2 * per_group + 2, head_dim, 2):
+        for head in range(per_group):
+            expected["q"] += [group[head], group[per_group + head]]
+        expected["k"].append(group[-2])
+        expected["v"].append(group[-1])
+    sizes = Sizes(groups * per_group, groups, head_dim, 0)
+    for target, kind in zip(cut(rows, Cut.GATED_QKV, sizes), "qkv", strict=True):
+        copies = copies_for(placed, target, transposed=False, base=0)
+        found = carry_out(copies, (target.rows, 2))
+        assert np.array_equal(found, np.concatenate(expected[kind]))
+
+
+@given(
+    per_rank=st.integers(1, 2), ranks=st.integers(1, 3), ratio=st.integers(1, 3),
+    key_dim=st.integers(1, 3), value_dim=st.integers(1, 3),
+)  # fmt: skip
+@settings(deadline=None)
+def test_a_delta_nets_rows_come_out_by_key_head(
+    tmp_path_factory, per_rank, ranks, ratio, key_dim, value_dim
+):
+    """A rank holds its heads of q, k, v, z, b, a; Hugging Face has a key head's together."""
+    keys = per_rank * ranks
+    sizes = Sizes(1, 1, 1, 0, delta_heads=(keys, keys * ratio), delta_dims=(key_dim, value_dim))
+    widths = [key_dim, key_dim, ratio * value_dim, ratio * value_dim, ratio, ratio]
+    heads, at = [], 0
+    for _ in range(keys):
+        heads.append([np.arange(at + n * 9, at + n * 9 + w) for n, w in enumerate(widths)])
+        at += 100
+    of_rank = [
+        np.concatenate([head[kind] for kind in range(6) for head in part]).astype(np.int32)
+        for part in (heads[n * per_rank :][:per_rank] for n in range(ranks))
+    ]
+    views = stored(tmp_path_factory.mktemp("x") / "f", [part[:, None] for part in of_rank])
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    names = ("q", "k", "v", "z", "b", "a")
+    blocks = [width * keys for width in widths]
+    placed = place(shards, Layout(dim=0, blocks=names), None, 0, blocks)
+    rows = placed.shape[0]
+    truths = [
+        np.concatenate([np.concatenate(head[:4]) for head in heads]),
+        np.concatenate([np.concatenate(head[4:]) for head in heads]),
+    ]
+    for target, truth in zip(cut(rows, Cut.DELTA, sizes), truths, strict=True):
+        copies = copies_for(placed, target, transposed=False, base=0)
+        assert np.array_equal(carry_out(copies, (target.rows, 1)).ravel(), truth)
+
+
+def test_blocks_that_ranks_cannot_share_are_refused():
+    """The sizes of the arguments and the rows of the files must be those of one model."""
+    views = [View.contiguous("f", 0, DType.F32, (6, 2))] * 2
+    shards = [Shard(view, rank=rank) for rank, view in enumerate(views)]
+    layout = Layout(dim=0, blocks=("q", "k"))
+    for blocks in ((6, 8), (5, 7)):
+        with pytest.raises(PlanError, match=r"blocks q \+ k"):
+            place(shards, layout, None, 0, blocks)
+    with pytest.raises(PlanError, match="13 rows"):
+        cut(13, Cut.DELTA, Sizes(1, 1, 1, 0, delta_heads=(1, 1), delta_dims=(2, 3)))
+    with pytest.raises(PlanError, match="13 rows"):
+        cut(13, Cut.GATED_QKV, Sizes(2, 1, 3, 0))
 
 
 @given(half=st.integers(1, 4), ranks=st.integers(1, 4), width=st.integers(1, 3))

@@ -47,6 +47,15 @@ LAYOUTS = [
     Layout("deepseek-v32", te=True, overrides={"dsa_indexer_topk": 160}),
     Layout("deepseek-glm5", tp=2, te=True, positions=(2, 224)),
 ]
+QWEN3_NEXT = [
+    Layout("qwen3next", te=True, positions=(2, 210)),
+    Layout("qwen3next", te=True, tp=2, format="torch", positions=(2, 210)),
+    Layout("qwen3next", te=True, tp=2, pp=2, positions=(2, 210)),
+    Layout("qwen3next", te=True, ep=2, format="torch", positions=(2, 210)),
+    Layout("qwen3next-mtp", te=True),
+    Layout("qwen3next-mtp", te=True, tp=2, pp=2, format="torch"),
+]
+LAYOUTS += QWEN3_NEXT
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,7 @@ def test_the_converted_model_answers_as_megatron_did(made, layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [x for x in LAYOUTS if "mtp" in x.family], ids=lambda layout: layout.name
+    "layout", [x for x in LAYOUTS if x.family == "deepseek-mtp"], ids=lambda layout: layout.name
 )
 def test_a12_further_tokens_are_predicted_as_megatron_did(made, layout, tmp_path):
     """Each head's logits, computed with transformers' layers from the converted tensors."""
@@ -82,7 +91,9 @@ def test_a12_further_tokens_are_predicted_as_megatron_did(made, layout, tmp_path
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[7], LAYOUTS[11], LAYOUTS[12]], ids=lambda x: x.name
+    "layout",
+    [LAYOUTS[0], LAYOUTS[1], LAYOUTS[7], LAYOUTS[11], LAYOUTS[12], *QWEN3_NEXT[:2]],
+    ids=lambda x: x.name,
 )
 def test_a_live_megatron_model_is_the_reference(made, layout, tmp_path):
     """Both formats, with and without TransformerEngine's names; the shards are not merged by us."""

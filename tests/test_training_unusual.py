@@ -18,7 +18,7 @@ IN_USE = {
     "hybrid_attention_ratio": 0.08,
     "hybrid_mlp_ratio": 0.5,
     "experimental_attention_variant": "dsa",
-    "linear_attention_type": "gated_delta_net",
+    "linear_attention_type": "lightning",
     "mrope_section": [2, 3, 4],
     "heterogeneous_layers_config_path": "layers.json",
     "heterogeneous_layers_config_encoded_json": "{}",

@@ -27,6 +27,9 @@ import torch
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
 from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
+from tiny_linear import DELTA, delta_net, is_linear, whole_delta, whole_gated
+from tiny_tensors import Tensor
+from tiny_tensors import plain as _plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +62,7 @@ TINY_FAMILIES = {
 SAME_NETWORK = {"mistral"}
 SHALLOW = {"num_layers": 3, "moe_layer_freq": 1}
 SHALLOW_DEEPSEEK = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
+AS_THEY_ARE = ("qwen3next",)  # layers of several kinds
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class TinyModel:
     def values(self) -> argparse.Namespace:
         """The training arguments that do not depend on the ranks."""
         shallow = SHALLOW_DEEPSEEK if self.family.startswith("deepseek") else SHALLOW
+        shallow = {} if self.family.startswith(AS_THEY_ARE) else shallow
         known = {**BASE, **TINY_FAMILIES[self.family], **shallow, **self.args}
         return argparse.Namespace(**known)
 
@@ -80,6 +85,22 @@ class TinyModel:
     def hf_family(self) -> str | None:
         """The family that must be asked for, where another one is the same network."""
         return self.family if self.family in SAME_NETWORK else None
+
+    @property
+    def only_te(self) -> bool:
+        """Whether Megatron builds it with TransformerEngine's modules alone."""
+        return bool(self.values.experimental_attention_variant == DELTA)
+
+    @property
+    def next_mtp(self) -> bool:
+        """Whether the layer for a further token has Qwen3-Next's names."""
+        return self.family.startswith("qwen3next")
+
+    def adds_one(self, name: str) -> bool:
+        """Whether a gain of the Hugging Face model is 1 more than the one that was trained."""
+        centred = self.values.layernorm_zero_centered_gamma and "norm" in name
+        stored_so = "gemma" in self.family or (self.next_mtp and ".linear_attn." not in name)
+        return bool(centred and not stored_so)
 
     def is_moe(self, layer: int) -> bool:
         a = self.values
@@ -112,22 +133,6 @@ class Ranks:
         return max(self.tp, self.expert_tp * self.ep)
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One training tensor and the Hugging Face tensors (name, shape) that make it.
-
-    ``kind``: vocab, copy (on every rank), column and row (cut along 0 and 1), gate_up, qkv, or
-    down (MLA's down projections: whole on every rank under TransformerEngine, else column).
-    ``also`` names further Hugging Face tensors with the same content.
-    """
-
-    name: str
-    kind: str
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    also: tuple[str, ...] = ()
-    fp32: bool = False
-
-
 def tensors(model: TinyModel) -> list[Tensor]:
     """Every tensor of the model, layers and experts numbered globally, in the local spec."""
     a = model.values
@@ -135,8 +140,9 @@ def tensors(model: TinyModel) -> list[Tensor]:
         return [Tensor(*row) for row in rows(a, GPT[model.family])]
     table = (a.vocab_size, a.hidden_size)
     further = range(a.num_layers, a.num_layers + (a.mtp_num_layers or 0))
+    repeated = () if model.next_mtp else further
     copies = {
-        what: tuple(f"model.layers.{number}.{what}.weight" for number in further)
+        what: tuple(f"model.layers.{number}.{what}.weight" for number in repeated)
         for what in ("embed_tokens", "shared_head.head")
     }
     found = [
@@ -158,15 +164,12 @@ def tensors(model: TinyModel) -> list[Tensor]:
     return found
 
 
-def _plain(name: str, hf: str, shape: tuple[int, ...], kind: str = "copy") -> Tensor:
-    return Tensor(name, kind, ((hf, shape),))
-
-
-def _layer(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+def _layer(model: TinyModel, core: str, layer: int, hf: str = "") -> list[Tensor]:
     if model.family in tiny_families_b.LAYERS:
         return tiny_families_b.LAYERS[model.family](model, core, layer)
-    a, hf = model.values, f"model.layers.{layer}."
+    a, hf = model.values, hf or f"model.layers.{layer}."
     attention = _latent_attention if a.multi_latent_attention else _attention
+    attention = delta_net if is_linear(a, layer) else attention
     size = (a.hidden_size,)
     norm = "post_attention_layernorm.weight"
     return [
@@ -189,14 +192,16 @@ def _attention(a: argparse.Namespace, core: str, hf: str) -> list[Tensor]:
         names = [f"{hf}{part}_proj.{kind}" for part in "qkv"]
         return tuple((name, (count, *width)) for name, count in zip(names, rows, strict=True))
 
-    found = [Tensor(core + "linear_qkv.weight", "qkv", parts("weight", a.hidden_size))]
+    kind = "gated" if a.attention_output_gate else "qkv"
+    shape = (a.hidden_size, rows[0])
+    rows[0] *= 2 if a.attention_output_gate else 1
+    found = [Tensor(core + "linear_qkv.weight", kind, parts("weight", a.hidden_size))]
     if a.add_qkv_bias:
         found.append(Tensor(core + "linear_qkv.bias", "qkv", parts("bias")))
     if a.qk_layernorm:
         for part in "qk":
             name = f"{core}{part}_layernorm.weight"
             found.append(_plain(name, f"{hf}{part}_norm.weight", (a.kv_channels,)))
-    shape = (a.hidden_size, rows[0])
     found.append(_plain(core + "linear_proj.weight", hf + "o_proj.weight", shape, "row"))
     return found
 
@@ -282,6 +287,14 @@ def _experts(model: TinyModel, core: str, hf: str) -> list[Tensor]:
 
 def _mtp(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     hidden, hf = model.values.hidden_size, f"model.layers.{layer}."
+    if model.next_mtp:
+        return [
+            _plain(core + "enorm.weight", "mtp.pre_fc_norm_embedding.weight", (hidden,)),
+            _plain(core + "hnorm.weight", "mtp.pre_fc_norm_hidden.weight", (hidden,)),
+            _plain(core + "final_layernorm.weight", "mtp.norm.weight", (hidden,)),
+            _plain(core + "eh_proj.weight", "mtp.fc.weight", (hidden, 2 * hidden), "column"),
+            *_layer(model, core + "transformer_layer.", layer, "mtp.layers.0."),
+        ]
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     return [
         *(_plain(f"{core}{o}.weight", f"{hf}{t}.weight", (hidden,)) for o, t in norms.items()),
@@ -295,7 +308,7 @@ def _value(model: TinyModel, tensor: Tensor, part: int) -> torch.Tensor:
     dtype = torch.float32 if tensor.fp32 else model.dtype
     value = random(name, *shape, dtype=dtype)
     if "norm" in name and model.values.layernorm_zero_centered_gamma:
-        value -= 1
+        value -= 1  # whether the Hugging Face class adds the 1 or not
     return value
 
 
@@ -304,12 +317,11 @@ def expected_hf(model: TinyModel) -> dict[str, torch.Tensor]:
 
     Gains stored as a distance from 1 become fp32, since 1 + x need not fit the stored type.
     """
-    centred = model.values.layernorm_zero_centered_gamma and "gemma" not in model.family
     found = {}
     for tensor in tensors(model):
         for index, (name, _) in enumerate(tensor.parts):
             value = _value(model, tensor, index)
-            found[name] = value.float() + 1 if centred and "norm" in name else value
+            found[name] = value.float() + 1 if model.adds_one(name) else value
             found.update(dict.fromkeys(tensor.also, found[name]))
     return joined(found) if model.family in GPT else found
 
@@ -320,6 +332,9 @@ def whole(model: TinyModel, tensor: Tensor, tp: int) -> torch.Tensor:
     if tensor.kind == "vocab":
         rows = padded_vocab(model, tp) - parts[0].shape[0]
         parts.append(random("padding", rows, parts[0].shape[1], dtype=model.dtype))
+    if tensor.kind in {"delta", "gated"}:
+        join = whole_delta if tensor.kind == "delta" else whole_gated
+        return join(model.values, parts)
     if tensor.kind != "qkv":
         return torch.cat(parts)
     size = model.values.kv_channels
@@ -343,9 +358,7 @@ def pieces(
 ) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
     """For each (expert) tensor-parallel rank, the blocks it holds and where each begins."""
     size = ranks.expert_tp if ".local_experts." in tensor.name else ranks.tp
-    axis = {"vocab": 0, "column": 0, "two_down": 0, "gate_up": 0, "qkv": 0, "row": 1}.get(
-        tensor.kind
-    )
+    axis = {"copy": None, "down": None, "row": 1}.get(tensor.kind, 0)
     if tensor.kind == "down":
         axis = None if te else 0
     if axis is None:
@@ -353,6 +366,7 @@ def pieces(
     halves = value.chunk(2) if tensor.kind == "gate_up" else (value,)
     if tensor.kind == "two_down":
         halves = value.split([shape[0] for _, shape in tensor.parts])
+    halves = value.split(tensor.blocks) if tensor.blocks else halves
     found: list[list[tuple[tuple[int, ...], torch.Tensor]]] = [[] for _ in range(size)]
     at = 0
     for half in halves:
@@ -379,6 +393,7 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
     """Stored name of every tensor; a dense layer's MLP norm is fused, one before experts is not."""
     every = tensors(model)
     experts = {item.name.split(".mlp.")[0] for item in every if ".mlp.router." in item.name}
+    linear = {item.name.split("in_proj.")[0] for item in every if ".in_proj." in item.name}
     found = {}
     for item in every:
         name = spelled(item.name, te=te, latent=model.values.multi_latent_attention)
@@ -391,6 +406,8 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
         if te and model.family.startswith("gemma"):
             for plain, fused in tiny_families_b.POST_NORMS.items():
                 name = name.replace(plain, fused)
+        if name.split("linear_qkv.")[0] in linear:
+            name = name.replace(".linear_qkv.", ".in_proj.")
         found[item.name] = name
     return found
 
@@ -430,7 +447,7 @@ def write_legacy(
     ``grouped`` keeps a rank's experts together: ``weight0`` .. ``weightN`` under ``te``, else
     GroupedMLP's ``weight1`` and ``weight2``. ``extra`` is the form of ``_extra_state``.
     """
-    directory = root / f"iter_{iteration:07d}"
+    directory, te = root / f"iter_{iteration:07d}", te or model.only_te
     args = training_args(model, ranks, te=te, format_="torch")
     stages = _stages(model, ranks)
     seen = set()
@@ -556,6 +573,7 @@ def write_torch_dist(
     ``singleton_local_shards``, ``common`` where the arguments are: ``common.pt`` or among the
     objects of the ``.distcp`` files as ``common_state``.
     """
+    te = te or model.only_te
     items = _items(model, ranks, prefix, te=te, grouped=grouped, single=single)
     if optimizer:
         for key, entry in list(items.items()):
@@ -603,7 +621,8 @@ def _linears(items) -> list[str]:
 def _add_item(items, prefix, model, item, name, ranks, *, te, single) -> None:
     """One tensor's chunks, put at its place in what is stacked."""
     a = model.values
-    alike = not isinstance(a.moe_layer_freq, list) and not single
+    several = isinstance(a.moe_layer_freq, list) or a.linear_attention_freq
+    alike = not several and not single
     lead: list[tuple[int, int]] = []  # (place, length) of each axis that is put before
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer and alike:
@@ -616,8 +635,12 @@ def _add_item(items, prefix, model, item, name, ranks, *, te, single) -> None:
         name = name.replace(expert[0], f".experts.{expert[1]}." if single else ".experts.")
         lead += [] if single else [(int(expert[1]), a.num_experts)]
     value = whole(model, item, ranks.tp)
+    stored_apart = dict(zip(item.block_names, value.split(item.blocks or len(value)), strict=False))
+    stored_apart = {f".{part}": block for part, block in stored_apart.items()}
     if single and item.kind == "gate_up":
-        for suffix, half in zip(("_w", "_v"), value.chunk(2), strict=True):
+        stored_apart = dict(zip(("_w", "_v"), value.chunk(2), strict=True))
+    if stored_apart:
+        for suffix, half in stored_apart.items():
             alone = Tensor(item.name, "column", item.parts)
             _put(items, prefix + name + suffix, half, pieces(alone, half, ranks, te=te), lead)
     else:
@@ -673,6 +696,7 @@ def write_zarr(
     and filled up with numbers that are no weights.
     """
     directory = root / f"iter_{iteration:07d}"
+    te = te or model.only_te
     items = _items(model, ranks, prefix, te=te, grouped=grouped, single=single)
     if optimizer:
         for key, entry in list(items.items()):

@@ -12,7 +12,7 @@ from ckpt.arch.glm4 import GLM4
 from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
 from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
 from ckpt.arch.minimax import MINIMAX_M2
-from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.errors import FamilyError
 
@@ -39,6 +39,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         MIXTRAL,
         QWEN3_MOE,
         QWEN2_MOE,
+        QWEN3_NEXT,
         DEEPSEEK_V3,
         DEEPSEEK_V2,
         DEEPSEEK_V32,

@@ -27,8 +27,9 @@ class Rule:
     ``when`` is the name of a truth in the training arguments that the row depends on, with
     ``!`` for its opposite; ``layers`` restricts ``{layer}`` to layers with a block of that
     kind (see :meth:`~ckpt.training.TrainingArgs.has_kind`). ``norm`` marks a gain that may be
-    stored as distance from 1. ``keep_dtype`` exempts a tensor from casts. ``mtp_copies`` are
-    further names under which each layer that predicts another token repeats the tensor.
+    stored as distance from 1; a ``plain`` one is multiplied as it is whatever the family's
+    other norms do. ``keep_dtype`` exempts a tensor from casts. ``mtp_copies`` are further names
+    under which each layer that predicts another token repeats the tensor.
     """
 
     source: str
@@ -37,6 +38,7 @@ class Rule:
     when: str | None = None
     layers: Scope = "all"
     norm: bool = False
+    plain: bool = False
     keep_dtype: bool = False
     mtp_copies: tuple[str, ...] = ()
 
@@ -69,7 +71,9 @@ class Architecture:
     in ``ckpt.convert.facts``. ``norm_adds_one`` says that the Hugging Face class computes
     with 1 + weight. ``asks`` maps facts that may be None for want of a training argument to what
     the user should give with ``--set``. ``proof`` says what the table is held to: the logits
-    of Megatron-Core's own model, or only the names and shapes of Hugging Face's.
+    of Megatron-Core's own model, or only the names and shapes of Hugging Face's. ``mtp_block``
+    is the name that the decoder layer inside a layer that predicts a further token has, where
+    it does not simply count on.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Architecture:
     understands: frozenset[str] = frozenset()
     asks: Mapping[str, str] = field(default_factory=dict)
     proof: Literal["logits", "shapes"] = "shapes"
+    mtp_block: str = ""
 
     def mismatches(self, args: TrainingArgs) -> list[str]:
         """Why this family cannot represent the model, one line for each reason."""

@@ -76,6 +76,14 @@ def yarn_max_positions(args: TrainingArgs) -> int:
     return args.max_positions
 
 
+def layer_types(args: TrainingArgs) -> list[str]:
+    """Hugging Face's names of the kinds of attention, by layer."""
+    mixers = args.mixers or ("attention",) * args.layers
+    return [_LAYER_TYPES[mixer] for mixer in mixers]
+
+
+_LAYER_TYPES = {"attention": "full_attention", "linear_attention": "linear_attention"}
+
 # Facts that are not simply a field of TrainingArgs.
 DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "rope_scaling": rope_scaling,
@@ -95,6 +103,7 @@ DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "norm_topk_prob": lambda args: not args.router_pre_softmax,
     "dense_layers": lambda args: [n for n, moe in enumerate(args.moe_layers) if not moe],
     "first_dense": lambda args: args.first_dense,
+    "layer_types": layer_types,
 }
 
 

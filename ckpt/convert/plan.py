@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.training import TrainingArgs
 
 _SHOWN = 8
+LAYER_BLOCK = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,14 @@ class _Builder:
     ) -> None:
         self._args, self._architecture, self._dtype = args, architecture, dtype
         self._copies, self._moved = copies, dict[str, int]()
-        self._sizes = Sizes(args.heads, args.groups, args.head_dim, vocab_size)
+        self._sizes = Sizes(
+            args.heads,
+            args.groups,
+            args.head_dim,
+            vocab_size,
+            delta_heads=(args.delta_key_heads, args.delta_value_heads),
+            delta_dims=(args.delta_key_dim, args.delta_value_dim),
+        )
         self._targets: dict[str, Target] = {}
         self._checks: list[Check] = []
         self._dropped: list[str] = []
@@ -296,7 +304,7 @@ class _Builder:
 
     def _add_target(self, match: _Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
         layer, expert, rule = match.layer, match.expert, match.rule
-        name = pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        name = self._target_name(pattern, layer, expert)
         stored = match.tensor.dtype
         shape: tuple[int, ...] = (piece.rows, *whole.shape[1:])
         if rule.layout.transposed:
@@ -323,6 +331,13 @@ class _Builder:
         spec = TensorSpec(name, result_dtype(stored, steps), shape)
         self._targets[name] = Target(spec, stored, copies, steps, tuple(further))
 
+    def _target_name(self, pattern: str, layer: int, expert: int) -> str:
+        further, block = layer - self._args.layers, self._architecture.mtp_block
+        if further >= 0 and block:
+            pattern = pattern.replace(LAYER_BLOCK, block)
+        pattern = pattern.replace("{mtp}", str(further)).replace("{layer}", str(layer))
+        return pattern.replace("{expert}", str(expert))
+
     def _extend(self, name: str, copies: tuple[Copy, ...], stored: DType, *, stacked: bool) -> None:
         known = self._targets[name]
         if not stacked or known.stored is not stored:
@@ -331,7 +346,7 @@ class _Builder:
 
     def _steps(self, rule: Rule, stored: DType) -> tuple[Step, ...]:
         steps: list[Step] = []
-        adds_one = self._architecture.norm_adds_one
+        adds_one = self._architecture.norm_adds_one and not rule.plain
         if rule.norm and self._args.zero_centered_norm != adds_one:
             steps.append(AddOne(-1 if adds_one else 1))
         current = result_dtype(stored, tuple(steps))

@@ -3,7 +3,8 @@
 Megatron-Core's sharded state dict has the same keys in every format that stores it: homogeneous
 models stack all layers in one tensor, experts have an axis of their own, and a gated linear may
 be two keys ``..._w`` and ``..._v`` (megatron/core/transformer/transformer_block.py,
-moe/experts.py and mlp.py, ``sharded_state_dict``).
+moe/experts.py and mlp.py, ``sharded_state_dict``). The fused projections of state-space layers
+and gated delta nets are a key for each of their parts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ if TYPE_CHECKING:
 
 _STACKED = re.compile(r"^(decoder\.layers\.)(?!\d+\.)(.*)$")
 _EXPERTS = re.compile(r"^(.*\.mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\.\w+)$")
-_HALVES = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias)\d*)_(w|v)$")
+_PART = re.compile(
+    r"^(.*\.linear_fc1\.(?:weight|bias)\d*)_(w|v)$"
+    r"|^(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)$"
+)
+# In order of rows (mlp.py and moe/experts.py; ssm/gated_delta_net.py; ssm/mamba_mixer.py).
+_HALVES = ("w", "v")
+_PART_ORDERS = (
+    _HALVES,
+    ("query", "key", "value", "z", "beta", "alpha"),
+    ("query", "key", "value"),
+    ("z", "x", "B", "C", "dt"),
+    ("x", "B", "C"),
+)
 
 
 def model_tensors(stored: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
@@ -32,7 +45,7 @@ def model_tensors(stored: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
     """
     plain = (replace(tensor, name=names.strip_prefixes(tensor.name)) for tensor in stored)
     parts = [part for tensor in plain for part in _unstack(tensor)]
-    return tuple(_merge_halves(parts))
+    return tuple(_merge_parts(parts))
 
 
 def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
@@ -72,38 +85,49 @@ def _entries(tensor: SourceTensor, name: Callable[[int], str]) -> list[SourceTen
     ]
 
 
-def _merge_halves(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-    """Canonical names; gate and up stored as two keys ``..._w`` and ``..._v`` become one tensor."""
-    whole: dict[str, SourceTensor] = {}
+def _merge_parts(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
+    """Canonical names; blocks of rows stored under keys of their own become one tensor again."""
+    parts: dict[str, dict[str, SourceTensor]] = {}
     for tensor in tensors:
-        found = _HALVES.match(tensor.name)
-        name = names.canonical(found[1] if found else tensor.name)
-        if not found and name in whole:
+        found = _PART.match(tensor.name)
+        name = names.canonical((found[1] or found[3]) if found else tensor.name)
+        part = (found[2] or found[4]) if found else ""
+        held = parts.setdefault(name, {})
+        if part in held or (held and "" in {*held, part}):
             raise SourceError("two keys are the same tensor", tensor=name)
-        half = _half(replace(tensor, name=name), found[2]) if found else None
-        whole[name] = _joined(whole.get(name), half) if half else replace(tensor, name=name)
-    return list(whole.values())
+        held[part] = replace(tensor, name=name)
+    return [held.get("") or _join_parts(name, held) for name, held in parts.items()]
 
 
-def _half(tensor: SourceTensor, half: str) -> SourceTensor:
-    """One half at its place in the whole: gate (w) first, up (v) behind it."""
-    rows, *others = tensor.shape or (0,)
-    shift = rows if half == "v" else 0
-    shards = []
-    for shard in tensor.shards:
-        first, *rest = shard.start or (0,)
-        shards.append(replace(shard, start=(first + shift, *rest)))
-    return replace(tensor, shards=tuple(shards), shape=(2 * rows, *others))
-
-
-def _joined(known: SourceTensor | None, half: SourceTensor) -> SourceTensor:
-    if known is None:
-        return half
-    if known.dtype is not half.dtype or known.shape != half.shape:
+def _join_parts(name: str, held: dict[str, SourceTensor]) -> SourceTensor:
+    """The whole of which ``held`` are blocks of rows."""
+    order = next((order for order in _PART_ORDERS if set(order) == set(held)), None)
+    if order is None:
         raise SourceError(
-            "its two halves are not alike",
-            tensor=half.name,
-            expected=f"{known.dtype.name} {list(known.shape or ())}",
-            found=f"{half.dtype.name} {list(half.shape or ())}",
+            "its parts are not all stored, or are unknown",
+            tensor=name,
+            expected=" or ".join(", ".join(order) for order in _PART_ORDERS),
+            found=", ".join(held),
         )
-    return replace(half, shards=(*known.shards, *half.shards))
+    shards: list[Shard] = []
+    first, rows = held[order[0]], 0
+    for part in (held[part] for part in order):
+        _check_alike(first, part, halves=order == _HALVES)
+        for shard in part.shards:
+            start, *rest = shard.start or (0,)
+            shards.append(replace(shard, start=(start + rows, *rest)))
+        rows += (part.shape or (0,))[0]
+    shape = (rows, *(first.shape or (0,))[1:])
+    return replace(first, shards=tuple(shards), shape=shape)
+
+
+def _check_alike(first: SourceTensor, other: SourceTensor, *, halves: bool) -> None:
+    beside = 0 if halves else 1
+    sides = [(item.dtype, (item.shape or ())[beside:]) for item in (first, other)]
+    if sides[0] != sides[1]:
+        raise SourceError(
+            "its two halves are not alike" if halves else "its parts are not alike",
+            tensor=first.name,
+            expected=f"{first.dtype.name} {list(first.shape or ())}",
+            found=f"{other.dtype.name} {list(other.shape or ())}",
+        )

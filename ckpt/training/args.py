@@ -95,6 +95,14 @@ class TrainingArgs:
     # Kinds of a layer's first and second block where not every layer has attention and an MLP.
     mixers: tuple[str, ...] = ()
     feed_forwards: tuple[str, ...] = ()
+    # A gate on attention's output; and gated delta nets in place of attention in some layers.
+    attention_gate: bool = False
+    linear_attention: str | None = None
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_conv_kernel: int = 0
     # Arguments in use that a family must understand, each with a line that explains it.
     unusual: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -242,6 +250,21 @@ class TrainingArgs:
     def down_rows(self) -> int:
         """Rows of both of MLA's down projections."""
         return self.q_down_rows + self.kv_down_rows
+
+    @property
+    def delta_key_rows(self) -> int:
+        """Rows of a gated delta net's queries, and of its keys."""
+        return self.delta_key_heads * self.delta_key_dim
+
+    @property
+    def delta_value_rows(self) -> int:
+        """Rows of a gated delta net's values, and of the gates on its output."""
+        return self.delta_value_heads * self.delta_value_dim
+
+    @property
+    def rope_is_scaled(self) -> bool:
+        """Whether rotary positions are stretched in any way."""
+        return self.llama3_scaling or self.rotary_linear_factor is not None
 
     @property
     def q_down_rows(self) -> int:

@@ -53,6 +53,18 @@ class Fields:
             else (default if found is None and default is not _REQUIRED else found)
         )
 
+    def count(self, name: str) -> int:
+        """A number that must be there and be at least 1."""
+        found = self.get(name)
+        if type(found) is not int or found < 1:
+            raise FamilyError(
+                f"training argument {name} is no count",
+                expected="a whole number from 1",
+                found=repr(found)[:40],
+                hint=f"Supply it with --set {name}=VALUE",
+            )
+        return found
+
     def assume(self, name: str, value: Any, *names: str) -> Any:  # noqa: ANN401 - any field
         """A value whose default changes numbers: assumed only with a note."""
         missing = object()

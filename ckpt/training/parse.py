@@ -10,6 +10,7 @@ from ckpt.training.args import TrainingArgs
 from ckpt.training.fields import Fields
 from ckpt.training.gemma import gemma
 from ckpt.training.latent import latent_attention
+from ckpt.training.linear import linear_attention
 from ckpt.training.unusual import unusual_arguments, warnings
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def parse_training_args(
             **_rope(fields),
             **_experts(fields, sizes),
             **latent_attention(fields),
+            **linear_attention(fields, sizes["layers"]),
             "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
             "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
             "unusual": unusual_arguments(values),

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -28,6 +29,7 @@ _COMMON = {
     "add_bias_linear": True,
     "add_qkv_bias": False,
     "qk_layernorm": False,
+    "attention_output_gate": False,
     "rotary_interleaved": False,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -53,6 +55,15 @@ _EXPERTS = {
     "moe_router_group_topk": None,
     "moe_router_topk_scaling_factor": None,
     "moe_aux_loss_coeff": 0.0,
+}
+_LINEAR = {
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 _LATENT = {
     "multi_latent_attention": True,
@@ -132,6 +143,12 @@ def make_config(args, *, te):
         values.update(_fields(args, _EXPERTS))
         values["num_moe_experts"] = args["num_experts"]
         values["moe_token_dispatcher_type"] = "alltoall"  # noqa: S105 - no password
+    if args.get("experimental_attention_variant") in {"gated_delta_net", "gdn"}:
+        values.update(_fields(args, _LINEAR))
+        if values["experimental_attention_variant"] == "gdn":  # its name in newer versions
+            values["experimental_attention_variant"] = "gated_delta_net"
+        # that mode needs no CUDA kernels; the layer specs exist for TransformerEngine alone
+        values.update(deterministic_mode=True, transformer_impl="transformer_engine")
     known = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     if args.get("multi_latent_attention"):
         values.update(_fields(args, _LATENT), apply_rope_fusion=False)
@@ -162,14 +179,14 @@ def build(args, *, te):
 
 def _chunk(args, config, stage, *, te):
     layers = {"use_transformer_engine": te, "normalization": config.normalization}
-    mtp = None
+    mtp, block = None, _block_spec(config, stage, layers)
     if config.mtp_num_layers:
-        last = get_gpt_decoder_layer_specs(config, **layers)[-1]
+        last = _last_layer_spec(config, layers)
         mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=stage)
     at = {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, **layers, vp_stage=stage),
+        transformer_layer_spec=block,
         vocab_size=args["padded_vocab_size"],
         max_sequence_length=args["max_position_embeddings"],
         pre_process=groups.is_pipeline_first_stage(**at),
@@ -185,6 +202,20 @@ def _chunk(args, config, stage, *, te):
         mtp_block_spec=mtp,
         vp_stage=stage,
     )
+
+
+def _block_spec(config, stage, layers):
+    if getattr(config, "linear_attention_freq", None):
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=stage
+        )
+    return get_gpt_decoder_block_spec(config, **layers, vp_stage=stage)
+
+
+def _last_layer_spec(config, layers):
+    if getattr(config, "linear_attention_freq", None):
+        return _block_spec(config, None, layers).layer_specs[-1]
+    return get_gpt_decoder_layer_specs(config, **layers)[-1]
 
 
 @torch.no_grad()

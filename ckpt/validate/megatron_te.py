@@ -235,12 +235,13 @@ def install(extra="uint8"):
     """Let Megatron's layer specs find these modules as TransformerEngine's."""
     global _extra_form  # noqa: PLW0603 - one model family a process
     _extra_form = extra
+    import megatron.core.models.gpt.experimental_attention_variant_module_specs as variants
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.models.gpt.moe_module_specs as moe
     import megatron.core.transformer.multi_token_prediction as mtp
     import megatron.core.transformer.transformer_block as block
 
-    specs.TESpecProvider = moe.TESpecProvider = Provider
+    specs.TESpecProvider = moe.TESpecProvider = variants.TESpecProvider = Provider
     specs.TENorm = block.LayerNormImpl = Norm
     specs.HAVE_TE = True
     for name, module in (("TENorm", Norm), ("TEColumnParallelLinear", Column)):
@@ -254,8 +255,19 @@ def install_missing(*, mla):
     import megatron.core.transformer.multi_latent_attention as attention
 
     moe.te_general_gemm = None
+    _replace_fla()
     attention.TELinear, attention.TEColumnParallelLinear = Duplicated, Column
     attention.Linear = Column
     attention.set_save_original_input = lambda module: None
     if mla:
         LocalSpecProvider.core_attention = lambda self: PlainAttention
+
+
+def _replace_fla():
+    """Megatron's gated delta net asks for a CUDA package even where it computes without it."""
+    import megatron.core.ssm.gated_delta_net as delta
+
+    def l2norm(x):  # fla.modules.l2norm: 1e-6 under the root
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    delta.HAVE_FLA, delta.l2norm = True, l2norm
