@@ -206,6 +206,11 @@ FAMILIES: dict[str, dict[str, object]] = {
         rotary_base=[10000, 1000000],
         rope_scaling_factor=8.0,
     ),
+    "ernie": dict(
+        rotary_base=500000,
+        rotary_interleaved=True,
+        untie_embeddings_and_output_weights=False,
+    ),
     "glm4": dict(
         add_qkv_bias=True,
         rotary_interleaved=True,

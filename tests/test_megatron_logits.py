@@ -37,6 +37,8 @@ LAYOUTS = [
     Layout("gemma2", pp=2, te=True, positions=(2, 224)),
     Layout("gemma3", tp=2, pp=2, te=True, positions=(2, 224)),
     Layout("gemma3", te=True, format="torch", positions=(2, 224)),
+    Layout("ernie", tp=2, te=True, positions=(2, 224)),
+    Layout("ernie", pp=2, format="torch", positions=(2, 224)),
     Layout("glm4", tp=2, te=True, format="torch", positions=(2, 224)),
     Layout("glm4", pp=2, te=True),
     Layout("minimax", tp=2, ep=2, etp=1, te=True, format="torch", positions=(2, 224)),

@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
+from ckpt.arch.ernie import ERNIE45
 from ckpt.arch.foreign import FOREIGN, foreign_family, refuse_foreign
 from ckpt.arch.gemma import GEMMA, GEMMA2, GEMMA3
 from ckpt.arch.glm4 import GLM4
@@ -51,6 +52,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         GEMMA2,
         GEMMA3,
         GLM4,
+        ERNIE45,
         MINIMAX_M2,
     )
 }

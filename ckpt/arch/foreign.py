@@ -115,8 +115,8 @@ FOREIGN: tuple[Foreign, ...] = (
             arguments=(("qk_l2_norm", "moe_apply_probs_on_input"),), aliases=("llama4",),
             relatives=("llama", "mixtral")),
     # Known by name alone: their training names are those of other models.
-    Foreign("ERNIE 4.5", "it turns neighbouring pairs and keeps a router's bias of its own",
-            aliases=("ernie", "ernie4_5", "ernie4_5_moe")),
+    Foreign("ERNIE 4.5 with experts", "its softmax router with a bias is not supported",
+            aliases=("ernie4_5_moe",), relatives=("ernie4_5",)),
     Foreign("Hunyuan", "there is no table of its tensors yet",
             aliases=("hunyuan", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe"),
             relatives=("qwen3", "qwen3_moe")),
