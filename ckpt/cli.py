@@ -184,11 +184,11 @@ def convert(
     when the same command is given again.
     """
     from ckpt.config import ConvertOptions, parse_options  # noqa: PLC0415 - keeps --help instant
-    from ckpt.convert import convert_checkpoint, plan_conversion  # noqa: PLC0415
+    from ckpt.convert import convert_checkpoint, plan_with_proof  # noqa: PLC0415
 
     options = parse_options(ConvertOptions, values)
     if only_plan:
-        _emit(plan_conversion(source, options, iteration=iteration), as_json=as_json)
+        _emit(plan_with_proof(source, options, iteration=iteration), as_json=as_json)
         return
     progress = Terminal(quiet=quiet)
     report = convert_checkpoint(source, output, options, iteration=iteration, progress=progress)

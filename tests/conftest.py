@@ -40,6 +40,14 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def transformers_loaded():
+    """Conversions in this process prove themselves here, and start no process for it."""
+    import transformers
+
+    assert transformers.PreTrainedModel
+
+
 def pytest_generate_tests(metafunc):
     if "corpus_case" in metafunc.fixturenames:
         root = metafunc.config.getoption("--corpus")

@@ -13,6 +13,7 @@ from builders import random
 
 from ckpt.arch import ARCHITECTURES, choose_architecture
 from ckpt.arch.table import Architecture, Const
+from ckpt.completeness import prove
 from ckpt.convert.facts import fact, known_facts
 from ckpt.convert.hf_files import build_config
 from ckpt.convert.maps import CastReport, apply_steps
@@ -20,6 +21,7 @@ from ckpt.convert.plan import build_plan
 from ckpt.convert.write import Files, windows
 from ckpt.errors import FamilyError
 from ckpt.layout import Cut
+from ckpt.metamodel import build_meta_model
 from ckpt.sources import Checkpoint, Parallelism
 from ckpt.tensors import DType, Shard, SourceTensor, View
 from ckpt.training import TrainingArgs, parse_training_args
@@ -310,6 +312,9 @@ def test_a06_the_table_fills_exactly_the_tensors_that_transformers_has(architect
         assert {t.spec.name: t.spec.shape for t in plan.targets} == {
             name: tuple(value.shape) for name, value in truth.items()
         }
+        written = {target.spec.name: target.spec.shape for target in plan.targets}
+        proof = prove(written, config, build_meta_model(config), architecture)
+        assert proof.parameters == sum(value.numel() for value in truth.values())
         assert plan.padding_rows == PADDING
         with Files() as files:
             for target in plan.targets:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.arch import choose_architecture, refuse_foreign
+from ckpt.completeness import prove
+from ckpt.convert.conversion import Conversion, ConvertReport, describe_outcome
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
-from ckpt.convert.plan import Plan, build_plan, describe_plan
+from ckpt.convert.plan import Plan, build_plan
 from ckpt.errors import OptionsError
 from ckpt.manifest import fingerprint, write_stage
+from ckpt.metamodel import ModelBuilder
 from ckpt.progress import Progress, Silent
 from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_content
 from ckpt.sources import open_source
@@ -25,94 +28,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from ckpt.arch import Architecture
     from ckpt.config import ConvertOptions
     from ckpt.convert.write import Files, Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.sources.locate import IterationChoice
 
+__all__ = [
+    "Conversion",
+    "ConvertReport",
+    "carry_out",
+    "convert_checkpoint",
+    "plan_conversion",
+    "plan_with_proof",
+    "source_identity",
+]
 REFERENCE_NAME = "ckpt-reference.safetensors"
 _DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A planned conversion: what is read, what is written, and every decision on the way."""
-
-    checkpoint: Checkpoint
-    args: TrainingArgs
-    architecture: Architecture
-    plan: Plan
-    files: tuple[tuple[str, tuple[TensorSpec, ...]], ...]
-    config: Mapping[str, Any]
-    tokenizer: Tokenizer | None
-    notes: tuple[str, ...]
-    identity: Mapping[str, Any]
-    fingerprint: str
-
-    def as_text(self) -> str:
-        """The plan in full, for ``--plan``."""
-        return "\n".join([self.summary(), describe_plan(self.plan, self.files)])
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan for machines: files, tensors and totals."""
-        return {
-            "family": self.architecture.name,
-            "format": self.checkpoint.format,
-            "iteration": self.checkpoint.iteration,
-            "parameters": self.plan.parameters,
-            "bytes": self.plan.nbytes,
-            "notes": list(self.notes),
-            "config": dict(self.config),
-            "files": [
-                {
-                    "name": name,
-                    "tensors": [
-                        {"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)}
-                        for s in specs
-                    ],
-                }
-                for name, specs in self.files
-            ],
-        }
-
-    def summary(self) -> str:
-        """Two lines: what the source is, and what it becomes."""
-        c, sizes = self.checkpoint, self.checkpoint.parallelism
-        source = f"{c.format} iteration {c.iteration}, TP {sizes.tensor} PP {sizes.pipeline}"
-        source += f" VPP {sizes.virtual_pipeline} EP {sizes.expert} ETP {sizes.expert_tensor}"
-        return (
-            f"source: {c.directory} ({source}, {len(c.tensors)} tensors)\n"
-            f"target: {self.architecture.model_class}, {self.plan.parameters:,} parameters, "
-            f"{self.plan.nbytes:,} bytes in {len(self.files)} file(s)"
-        )
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """A finished conversion, as the manifest holds it."""
-
-    output: Path
-    section: Mapping[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The manifest's section, and where it is."""
-        return {"output": str(self.output), **self.section}
-
-    def as_text(self) -> str:
-        """A few lines for people."""
-        model, seconds = self.section["model"], self.section["seconds"]
-        wrote = f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
-        wrote += f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, "
-        lines = [f"{wrote}{seconds:.1f} s"]
-        skipped = self.section["skipped"]
-        lines += [f"  {item['count']} x {item['reason']} left out" for item in skipped]
-        for kind, tensors in self.section["casts"].items():
-            for name, count in tensors.items():
-                lines.append(f"  warning: {count} values {kind} in the cast of {name}")
-        lines += [f"  note: {note}" for note in self.section["notes"]]
-        return "\n".join(lines)
 
 
 def plan_conversion(
@@ -175,8 +107,28 @@ def convert_checkpoint(
     OutputError when the output is in the way or cannot be written, and whatever
     :func:`plan_conversion` raises.
     """
-    conversion = plan_conversion(source, options, iteration=iteration)
-    return carry_out(conversion, output, options, progress=progress)
+    with ModelBuilder() as builder:
+        conversion = plan_conversion(source, options, iteration=iteration)
+        return carry_out(conversion, output, options, progress=progress, builder=builder)
+
+
+def prove_conversion(conversion: Conversion, builder: ModelBuilder) -> Conversion:
+    """The conversion with its proof: what it will write is what transformers builds.
+
+    Raises PlanError with a short diff where that is not so.
+    """
+    found = {target.spec.name: target.spec.shape for target in conversion.plan.targets}
+    model = builder.build(conversion.config)
+    proof = prove(found, conversion.config, model, conversion.architecture)
+    return replace(conversion, proof=proof)
+
+
+def plan_with_proof(
+    source: Path, options: ConvertOptions, *, iteration: IterationChoice = "latest"
+) -> Conversion:
+    """What :func:`convert_checkpoint` would do, proved and not done; raises as it does."""
+    with ModelBuilder() as builder:
+        return prove_conversion(plan_conversion(source, options, iteration=iteration), builder)
 
 
 def carry_out(
@@ -185,10 +137,14 @@ def carry_out(
     options: ConvertOptions,
     *,
     progress: Progress | None = None,
+    builder: ModelBuilder | None = None,
 ) -> ConvertReport:
     """Write what :func:`plan_conversion` planned; raises as :func:`convert_checkpoint` does."""
     from ckpt.convert import checks, staging, write  # noqa: PLC0415 - planning needs no NumPy
 
+    if builder is None:
+        with ModelBuilder() as own:
+            return carry_out(conversion, output, options, progress=progress, builder=own)
     progress, started = progress or Silent(), time.monotonic()
     for note in conversion.notes:
         progress.note(f"note: {note}")
@@ -198,13 +154,14 @@ def carry_out(
         if drift:
             conversion = replace(conversion, notes=(*conversion.notes, drift))
             progress.note(f"note: {drift}")
+        conversion = prove_conversion(conversion, builder)
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
         written = _write_weights(conversion, stage, files, progress)
     with write.disk_faults(stage):
         written += _write_beside(conversion, stage)
         staging.check_written(stage, conversion.files)
         staging.clear_receipts(stage)
-        section = _section(conversion, options, written, time.monotonic() - started)
+        section = describe_outcome(conversion, options, written, time.monotonic() - started)
         write_stage(stage, "convert", section)
     staging.publish(stage, output)
     return ConvertReport(output, section)
@@ -352,37 +309,3 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def _stamp(path: Path) -> tuple[int, int]:
     state = path.stat()
     return state.st_size, state.st_mtime_ns
-
-
-def _section(
-    conversion: Conversion,
-    options: ConvertOptions,
-    written: Sequence[Written],
-    seconds: float,
-) -> dict[str, Any]:
-    plan, checkpoint = conversion.plan, conversion.checkpoint
-    counts: dict[str, int] = {}
-    for target in plan.targets:
-        counts[target.spec.dtype.name] = counts.get(target.spec.dtype.name, 0) + 1
-    return {
-        "fingerprint": conversion.fingerprint,
-        "source": conversion.identity,
-        "training": checkpoint.parallelism.as_dict(),
-        "options": {key: str(value) for key, value in vars(options).items() if value is not None},
-        "model": {
-            "family": conversion.architecture.name,
-            "class": conversion.architecture.model_class,
-            "parameters": plan.parameters,
-            "bytes": plan.nbytes,
-            "dtypes": counts,
-            "padding_rows": plan.padding_rows,
-        },
-        "outputs": [{"name": w.name, "size": w.size, "sha256": w.sha256} for w in written],
-        "skipped": [vars(item) for item in checkpoint.skipped],
-        "casts": {
-            "overflowed": {name: n for w in written for name, n in w.overflowed.items()},
-            "underflowed": {name: n for w in written for name, n in w.underflowed.items()},
-        },
-        "notes": list(conversion.notes),
-        "seconds": round(seconds, 3),
-    }

@@ -1,0 +1,141 @@
+"""A planned conversion and a finished one, as values that print themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.convert.plan import Plan, describe_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ckpt.arch import Architecture
+    from ckpt.completeness import Proof
+    from ckpt.config import ConvertOptions
+    from ckpt.convert.hf_files import Tokenizer
+    from ckpt.convert.write import Written
+    from ckpt.shards import TensorSpec
+    from ckpt.sources import Checkpoint
+    from ckpt.training import TrainingArgs
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion: what is read, what is written, and every decision on the way."""
+
+    checkpoint: Checkpoint
+    args: TrainingArgs
+    architecture: Architecture
+    plan: Plan
+    files: tuple[tuple[str, tuple[TensorSpec, ...]], ...]
+    config: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+    identity: Mapping[str, Any]
+    fingerprint: str
+    proof: Proof | None = None
+
+    def as_text(self) -> str:
+        """The plan in full, for ``--plan``."""
+        proof = [self.proof.as_text()] if self.proof else []
+        return "\n".join([self.summary(), *proof, describe_plan(self.plan, self.files)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for machines: files, tensors and totals."""
+        return {
+            "family": self.architecture.name,
+            "format": self.checkpoint.format,
+            "iteration": self.checkpoint.iteration,
+            "parameters": self.plan.parameters,
+            "bytes": self.plan.nbytes,
+            "notes": list(self.notes),
+            "proof": self.proof.as_dict() if self.proof else None,
+            "config": dict(self.config),
+            "files": [
+                {
+                    "name": name,
+                    "tensors": [
+                        {"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)}
+                        for s in specs
+                    ],
+                }
+                for name, specs in self.files
+            ],
+        }
+
+    def summary(self) -> str:
+        """Two lines: what the source is, and what it becomes."""
+        c, sizes = self.checkpoint, self.checkpoint.parallelism
+        source = f"{c.format} iteration {c.iteration}, TP {sizes.tensor} PP {sizes.pipeline}"
+        source += f" VPP {sizes.virtual_pipeline} EP {sizes.expert} ETP {sizes.expert_tensor}"
+        return (
+            f"source: {c.directory} ({source}, {len(c.tensors)} tensors)\n"
+            f"target: {self.architecture.model_class}, {self.plan.parameters:,} parameters, "
+            f"{self.plan.nbytes:,} bytes in {len(self.files)} file(s)"
+        )
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """A finished conversion, as the manifest holds it."""
+
+    output: Path
+    section: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The manifest's section, and where it is."""
+        return {"output": str(self.output), **self.section}
+
+    def as_text(self) -> str:
+        """A few lines for people."""
+        model, seconds = self.section["model"], self.section["seconds"]
+        wrote = f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
+        wrote += f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, "
+        lines = [f"{wrote}{seconds:.1f} s"]
+        skipped = self.section["skipped"]
+        lines += [f"  {item['count']} x {item['reason']} left out" for item in skipped]
+        for kind, tensors in self.section["casts"].items():
+            for name, count in tensors.items():
+                lines.append(f"  warning: {count} values {kind} in the cast of {name}")
+        lines += [f"  note: {note}" for note in self.section["notes"]]
+        if not self.section["proof"]["proved"]:
+            lines.append(f"  note: not proved: {self.section['proof']['reason']}")
+        return "\n".join(lines)
+
+
+def describe_outcome(
+    conversion: Conversion,
+    options: ConvertOptions,
+    written: Sequence[Written],
+    seconds: float,
+) -> dict[str, Any]:
+    """The manifest's section of a conversion that was carried out."""
+    plan, checkpoint = conversion.plan, conversion.checkpoint
+    counts: dict[str, int] = {}
+    for target in plan.targets:
+        counts[target.spec.dtype.name] = counts.get(target.spec.dtype.name, 0) + 1
+    return {
+        "fingerprint": conversion.fingerprint,
+        "source": conversion.identity,
+        "training": checkpoint.parallelism.as_dict(),
+        "options": {key: str(value) for key, value in vars(options).items() if value is not None},
+        "model": {
+            "family": conversion.architecture.name,
+            "class": conversion.architecture.model_class,
+            "parameters": plan.parameters,
+            "bytes": plan.nbytes,
+            "dtypes": counts,
+            "padding_rows": plan.padding_rows,
+        },
+        "outputs": [{"name": w.name, "size": w.size, "sha256": w.sha256} for w in written],
+        "skipped": [vars(item) for item in checkpoint.skipped],
+        "casts": {
+            "overflowed": {name: n for w in written for name, n in w.overflowed.items()},
+            "underflowed": {name: n for w in written for name, n in w.underflowed.items()},
+        },
+        "notes": list(conversion.notes),
+        "proof": conversion.proof.as_dict() if conversion.proof else None,
+        "seconds": round(seconds, 3),
+    }
