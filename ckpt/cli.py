@@ -123,16 +123,31 @@ def main() -> None:
 @main.command()
 @click.argument("path", type=a_path)
 @iteration_option
+@click.option(
+    "--check",
+    "check",
+    is_flag=True,
+    help="Compare a Hugging Face directory, of any origin, with its index and its config.json.",
+)
 @json_option
-def inspect(path: Path, iteration: Any, *, as_json: bool) -> None:  # noqa: ANN401 - int or word
+def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  # noqa: ANN401
     """Say what PATH holds: a training checkpoint in any known format, or a converted model.
 
     Prints format, iteration, parallel sizes, family, element types, parameters and whether
     the checkpoint can be converted. No tensor is read.
+
+    With --check, the headers of all weight files are held against the index and against the
+    model that transformers builds from config.json; any difference ends in exit code 1.
     """
     from ckpt.inspection import inspect_directory  # noqa: PLC0415 - keeps --help instant
+    from ckpt.model_check import check_model  # noqa: PLC0415
 
+    if check:
+        checked = check_model(path)
+        _emit(checked, as_json=as_json)
+        return 0 if checked.passed else EXIT_FAILED
     _emit(inspect_directory(path, iteration=iteration), as_json=as_json)
+    return 0
 
 
 @main.command()

@@ -6,7 +6,8 @@ further tokens, which it does not build and vLLM reads, follow from the table of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from ckpt.arch import ARCHITECTURES
 from ckpt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckpt.arch import Architecture
     from ckpt.metamodel import MetaModel, Shape
 
 _SHOWN = 8
+# Positions that a model computes anew; older versions of transformers stored them.
+_COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LAYER = "model.layers.{layer}."
 
 
@@ -31,9 +34,9 @@ class Differences:
     unexpected: tuple[str, ...] = ()
     shapes: tuple[tuple[str, Shape, Shape], ...] = ()
 
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self.missing or self.unexpected or self.shapes)
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.missing) + len(self.unexpected) + len(self.shapes)
 
     def lines(self) -> list[str]:
         """One line for each kind: how many, and the first few by name."""
@@ -185,3 +188,64 @@ def further_layers(
                 shape = stored[rule.targets[0]]
                 found |= {copy.format(**numbers): shape for copy in rule.mtp_copies}
     return found
+
+
+def reconcile(
+    found: Mapping[str, Shape], config: Mapping[str, Any], model: MetaModel
+) -> tuple[Differences, list[str]]:
+    """:func:`compare` for a directory of any origin, and a note for each spelling accepted.
+
+    Accepted are fused experts and those in one tensor each, names without the prefix of the
+    model below the head, copies of tied tensors, stored positions, and what the class itself
+    passes over when it loads.
+    """
+    notes: list[str] = []
+    names = {name: name for name in found}
+    start = f"{model.prefix}."
+    if _has(model.stored, start) and not _has(found, start):
+        names = {n if n in model.stored else start + n: n for n in found}
+        notes.append(f"names lack the prefix {start}")
+    shapes = {name: found[stored] for name, stored in names.items()}
+    differences, fused = _nearest(shapes, config, model)
+    if fused:
+        notes.append("experts are fused, as transformers holds them in memory")
+    left = []
+    counts: dict[str, int] = {}
+    for name in differences.unexpected:
+        reason = _accepted(name, shapes[name], model)
+        if reason:
+            counts[reason] = counts.get(reason, 0) + 1
+        else:
+            left.append(names[name])
+    notes += [f"{count} x {reason}" for reason, count in counts.items()]
+    return replace(differences, unexpected=tuple(left)), notes
+
+
+def _has(names: Iterable[str], start: str) -> bool:
+    return any(name.startswith(start) for name in names)
+
+
+def _nearest(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any], model: MetaModel
+) -> tuple[Differences, bool]:
+    """The comparison with the spelling, saved or in memory, from which less differs."""
+    held = {name: shape for name, shape in model.loaded.items() if name not in model.tied}
+    architecture, results = architecture_of(model.model_class), []
+    for expected in (model.stored, held):
+        further = further_layers(architecture, config, expected)
+        results.append(compare({**expected, **further}, shapes))
+    saved, fused = results
+    if len(fused) < len(saved):
+        return fused, True
+    return saved, False
+
+
+def _accepted(name: str, shape: Shape, model: MetaModel) -> str:
+    """Why a tensor that is not expected does no harm; empty where it may."""
+    if name in model.tied and model.loaded[name] == shape:
+        return "copy of a tied tensor"
+    if _COMPUTED.search(name):
+        return "stored positions, which are computed anew"
+    if any(re.search(pattern, name) for pattern in model.ignored):
+        return f"tensor that {model.model_class} passes over"
+    return ""

@@ -120,6 +120,7 @@ SPARSE: dict[str, object] = dict(
     dsa_indexer_rope_interleaved=False,
 )
 LITE: dict[str, object] = dict(
+    hidden_size=84,  # transformers refuses a V2 whose heads do not divide it
     q_lora_rank=None,
     rope_type="rope",
     rotary_scaling_factor=1.0,

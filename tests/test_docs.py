@@ -44,7 +44,9 @@ def shell_lines(page: Path) -> list[str]:
     return [line for line in shown if line.strip() and not line.startswith("#")]
 
 
-VARYING = re.compile(r"\d+\.\d s|\d\.\d+e-\d+|sequence \d+, position \d+")
+VARYING = re.compile(
+    r"(?<=transformers  )\d\.\S+|\d+\.\d s|\d\.\d+e-\d+|sequence \d+, position \d+"
+)
 EVERY_LINE = [(page, line) for page in PAGES for line in shell_lines(page)]
 CKPT_LINES = [(page, line) for page, line in EVERY_LINE if line.startswith("ckpt ")]
 
@@ -108,7 +110,7 @@ def story() -> list[tuple[str, str]]:
 
 
 def test_the_readme_shows_what_the_commands_print(tmp_path, monkeypatch):
-    """Seconds, and figures that depend on the processor, are not compared."""
+    """Seconds, versions, and figures that depend on the processor, are not compared."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert len(story()) > 3

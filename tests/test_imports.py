@@ -37,7 +37,8 @@ ALLOWED = {
     "validate": COMMON | {"sources"},
     "quantize": COMMON,
     "serve": COMMON | {"engines"},
-    "inspection": COMMON | {"arch", "sources", "training", "convert", "completeness", "metamodel"},
+    "inspection": COMMON | {"arch", "sources", "training", "convert"},
+    "model_check": COMMON | {"inspection", "completeness", "metamodel"},
     "pipeline": COMMON | {*STAGES, "engines"},
 }
 
