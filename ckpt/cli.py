@@ -169,6 +169,12 @@ def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  
     help="Largest weight file, such as 5GB or 512MiB.",
 )
 @click.option("--tokenizer", type=a_path, help="Directory whose tokenizer files are copied.")
+@click.option(
+    "--reference",
+    type=a_path,
+    help="Hugging Face directory or config.json of the same model to compare with; its tokenizer "
+    "files, token ids and vocabulary size are taken.",
+)
 @click.option("--family", help="Take this family instead of finding it, such as mistral.")
 @click.option("--vocab-size", type=click.IntRange(min=1), help="True size of the vocabulary.")
 @click.option(

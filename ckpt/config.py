@@ -61,6 +61,7 @@ class ConvertOptions:
     dtype: DTypeChoice = "keep"
     max_shard_size: Size = 5 * 10**9
     tokenizer: Path | None = None
+    reference: Path | None = None
     family: str | None = None
     vocab_size: Annotated[int, Field(ge=1)] | None = None
     mtp: Literal["keep", "drop"] = "keep"

@@ -14,7 +14,13 @@ from ckpt.completeness import prove
 from ckpt.convert.conversion import Conversion, ConvertReport, describe_outcome
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan
-from ckpt.errors import OptionsError
+from ckpt.convert.reference import (
+    Reference,
+    compare_reference,
+    copied_files,
+    read_reference,
+)
+from ckpt.errors import FamilyError, OptionsError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.metamodel import ModelBuilder
 from ckpt.progress import Progress, Silent
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from ckpt.arch import Architecture
     from ckpt.config import ConvertOptions
     from ckpt.convert.write import Files, Written
     from ckpt.shards import TensorSpec
@@ -65,9 +72,10 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     args = parse_training_args(values, checkpoint.shapes)
     if options.mtp == "drop":
         args = replace(args, mtp_kept=0)
-    architecture = choose_architecture(args, options.family)
-    tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
-    vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer)
+    reference = read_reference(options.reference) if options.reference else None
+    architecture = _choose_family(args, options.family, reference)
+    tokenizer = _find_tokenizer(options, reference)
+    vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer, reference)
     cast = _DTYPES.get(options.dtype)
     plan = build_plan(checkpoint, args, architecture, vocab_size=vocab_size, dtype=cast)
     specs = [target.spec for target in plan.targets]
@@ -78,6 +86,11 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     config = build_config(architecture, args, vocab_size=vocab_size, dtype=_main_dtype(specs))
     if tokenizer:
         config |= tokenizer.special
+    compared = compare_reference(reference, config, architecture, args) if reference else None
+    config = dict(compared.config) if compared else config
+    copied = tokenizer.files if tokenizer else ()
+    copied += tuple(copied_files(reference, copied)) if reference else ()
+    notes = _notes(checkpoint, args, plan, tokenizer, vocabulary_note)
     identity = source_identity(checkpoint)
     return Conversion(
         checkpoint=checkpoint,
@@ -86,10 +99,11 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
         plan=plan,
         files=files,
         config=config,
-        tokenizer=tokenizer,
-        notes=_notes(checkpoint, args, plan, tokenizer, vocabulary_note),
+        copied=copied,
+        notes=(*notes, *(compared.notes if compared else ())),
         identity=identity,
-        fingerprint=_fingerprint(identity, options, config),
+        fingerprint=_fingerprint(identity, options, config, copied),
+        reference=compared,
     )
 
 
@@ -187,7 +201,7 @@ def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
     from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
 
     names = []
-    for name, file in conversion.tokenizer.files if conversion.tokenizer else ():
+    for name, file in conversion.copied:
         (stage / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, stage / name)
         names.append(name)
@@ -211,13 +225,43 @@ def _hashed(directory: Path, name: str) -> Written:
     return write.Written(name, len(content), sha256(content).hexdigest())
 
 
+def _choose_family(
+    args: TrainingArgs, family: str | None, reference: Reference | None
+) -> Architecture:
+    """The family that the user names, that of the reference, or the one that fits."""
+    if family is not None or reference is None:
+        return choose_architecture(args, family)
+    try:
+        return choose_architecture(args, reference.model_type)
+    except FamilyError as error:
+        raise FamilyError(
+            f"the reference is of model_type {reference.model_type}: {error.message}",
+            file=reference.file,
+            hint=error.hint or "Give the reference of this model, or name a --family",
+        ) from error
+
+
+def _find_tokenizer(options: ConvertOptions, reference: Reference | None) -> Tokenizer | None:
+    """The tokenizer that the user names, else the reference's."""
+    if options.tokenizer is None and reference is not None and reference.has_tokenizer:
+        return read_tokenizer(reference.file.parent)
+    return read_tokenizer(options.tokenizer) if options.tokenizer else None
+
+
 def _vocabulary(
-    args: TrainingArgs, options: ConvertOptions, tokenizer: Tokenizer | None
+    args: TrainingArgs,
+    options: ConvertOptions,
+    tokenizer: Tokenizer | None,
+    reference: Reference | None,
 ) -> tuple[int, str | None]:
     """The true vocabulary size, and where it was found; never a guess."""
     size, origin = args.padded_vocab_size, "no vocabulary size is known: padding rows are kept"
     if options.vocab_size is not None:
         size, origin = options.vocab_size, ""
+    elif reference is not None and reference.vocab_size is not None:
+        size, origin = reference.vocab_size, ""
+        if args.vocab_size not in {None, size}:
+            origin = f"vocabulary size {size} taken from the reference, not {args.vocab_size}"
     elif args.vocab_size is not None:
         size, origin = int(args.vocab_size), ""
     elif tokenizer is not None and tokenizer.size is not None:
@@ -233,7 +277,7 @@ def _vocabulary(
     if highest is not None and highest >= size:
         raise OptionsError(
             "the tokenizer has ids that the model would lack",
-            file=options.tokenizer,
+            file=tokenizer.files[0][1].parent if tokenizer else None,
             expected=f"ids below {size}",
             found=f"id {highest}",
             hint=f"Keep more rows with --vocab-size (up to {args.padded_vocab_size}), "
@@ -278,16 +322,17 @@ def _notes(
 
 
 def _fingerprint(
-    identity: Mapping[str, Any], options: ConvertOptions, config: Mapping[str, Any]
+    identity: Mapping[str, Any],
+    options: ConvertOptions,
+    config: Mapping[str, Any],
+    copied: Sequence[tuple[str, Path]],
 ) -> str:
-    tokenizer = options.tokenizer
-    beside = sorted(tokenizer.iterdir()) if tokenizer else []
     return fingerprint(
         __version__,
         identity,
         {key: str(value) for key, value in vars(options).items() if key != "overwrite"},
         config,
-        [(path.name, *_stamp(path)) for path in beside if path.is_file()],
+        [(name, *_stamp(file)) for name, file in copied],
     )
 
 

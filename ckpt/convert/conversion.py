@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.plan import Plan, describe_plan
+from ckpt.convert.reference import table_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt.arch import Architecture
     from ckpt.completeness import Proof
     from ckpt.config import ConvertOptions
-    from ckpt.convert.hf_files import Tokenizer
+    from ckpt.convert.reference import Comparison
     from ckpt.convert.write import Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
@@ -31,16 +32,18 @@ class Conversion:
     plan: Plan
     files: tuple[tuple[str, tuple[TensorSpec, ...]], ...]
     config: Mapping[str, Any]
-    tokenizer: Tokenizer | None
+    copied: tuple[tuple[str, Path], ...]
     notes: tuple[str, ...]
     identity: Mapping[str, Any]
     fingerprint: str
+    reference: Comparison | None = None
     proof: Proof | None = None
 
     def as_text(self) -> str:
         """The plan in full, for ``--plan``."""
         proof = [self.proof.as_text()] if self.proof else []
-        return "\n".join([self.summary(), *proof, describe_plan(self.plan, self.files)])
+        compared = [self.reference.as_text()] if self.reference else []
+        return "\n".join([self.summary(), *proof, *compared, describe_plan(self.plan, self.files)])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for machines: files, tensors and totals."""
@@ -52,6 +55,7 @@ class Conversion:
             "bytes": self.plan.nbytes,
             "notes": list(self.notes),
             "proof": self.proof.as_dict() if self.proof else None,
+            "reference": self.reference.as_dict() if self.reference else None,
             "config": dict(self.config),
             "files": [
                 {
@@ -102,6 +106,8 @@ class ConvertReport:
         lines += [f"  note: {note}" for note in self.section["notes"]]
         if not self.section["proof"]["proved"]:
             lines.append(f"  note: not proved: {self.section['proof']['reason']}")
+        if self.section["reference"]:
+            lines += [f"  {line}" for line in table_text(self.section["reference"]).splitlines()]
         return "\n".join(lines)
 
 
@@ -136,6 +142,7 @@ def describe_outcome(
             "underflowed": {name: n for w in written for name, n in w.underflowed.items()},
         },
         "notes": list(conversion.notes),
+        "reference": conversion.reference.as_dict() if conversion.reference else None,
         "proof": conversion.proof.as_dict() if conversion.proof else None,
         "seconds": round(seconds, 3),
     }
