@@ -25,7 +25,7 @@ from builders import foreign_module, random
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAYERS, HIDDEN, HEADS, SIZE, FFN, VOCAB, PADDED, POSITIONS = 3, 60, 12, 5, 44, 131, 160, 34
+LAYERS, HIDDEN, HEADS, SIZE, FFN, VOCAB, PADDED, POSITIONS = 3, 72, 12, 6, 44, 131, 160, 34
 STEP = "global_step7"
 _UNTIED = "untie_embeddings_and_output_weights"
 
