@@ -173,12 +173,12 @@ def further_layers(
     if architecture is None or not own or not count:
         return {}
     layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
-    last = _LAYER.format(layer=layers - 1)
+    last, block = _LAYER.format(layer=layers - 1), architecture.mtp_block or _LAYER
     inside = {n.removeprefix(last): s for n, s in stored.items() if n.startswith(last)}
     found: dict[str, Shape] = {}
     for number in range(count):
         numbers = {"layer": layers + number, "mtp": number}
-        found |= {_LAYER.format(**numbers) + name: shape for name, shape in inside.items()}
+        found |= {block.format(**numbers) + name: shape for name, shape in inside.items()}
         for rule in own:
             # Megatron-Core's layer has norms, and one matrix that takes [embedding; hidden].
             shape: Shape = (hidden,) if rule.norm else (hidden, 2 * hidden)

@@ -125,6 +125,27 @@ def test_a12_layers_that_predict_further_tokens_follow_from_the_table(tmp_path, 
         prove(beside, planned.config, meta, planned.architecture)
 
 
+def test_a12_a_family_may_name_its_further_layer_otherwise():
+    """Qwen3-Next's has no number among the decoder's layers."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12,
+        "num_key_value_heads": 2, "vocab_size": 50, "num_experts": 3, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    stored = build_meta_model(config).stored
+    found = further_layers(ARCHITECTURES["qwen3_next"], config, stored)
+    assert found["mtp.fc.weight"] == (40, 80)
+    assert found["mtp.pre_fc_norm_hidden.weight"] == found["mtp.norm.weight"] == (40,)
+    assert found["mtp.layers.0.self_attn.k_proj.weight"] == (24, 40)
+    assert found["mtp.layers.0.mlp.experts.2.down_proj.weight"] == (40, 20)
+    assert len(found) == 4 + sum(name.startswith("model.layers.1.") for name in stored)
+    assert all(name.startswith("mtp.") for name in found)
+
+
 def test_a12_dropped_layers_are_not_expected(further):
     _, source = further
     planned = plan_with_proof(source, ConvertOptions(mtp="drop"))
