@@ -20,7 +20,7 @@ UNTYPED += --no-check-untyped-defs --no-warn-unused-ignores --cache-dir .mypy_ca
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint format docs bench install install-megatron
+.PHONY: help demo test lint format docs bench bench-full-scale install install-megatron
 .PHONY: test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write docs/cli.md and docs/support.md"
 	@echo "make bench   time the conversion beside cp and a naive conversion"
+	@echo "make bench-full-scale   time inspect and --plan on checkpoints of 1 to 11 TB, all holes"
 	@echo "also:        test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 
 demo: $(VENV)/.app
@@ -70,6 +71,9 @@ format: $(VENV)/.lint
 
 docs: $(VENV)/.app
 	$(PY) tools/make_docs.py
+
+bench-full-scale: $(VENV)/.app
+	$(PY) benchmarks/full_scale.py
 
 bench: $(VENV)/.app
 	$(PY) benchmarks/bench_convert.py

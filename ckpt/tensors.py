@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from math import prod
 
 
@@ -162,6 +163,7 @@ class SourceTensor:
     combine: Combine = Combine.EQUAL
 
 
+@lru_cache(2**16)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of a C-ordered tensor of ``shape``.
 

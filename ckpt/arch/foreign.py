@@ -15,6 +15,8 @@ from ckpt.errors import FamilyError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -136,7 +138,8 @@ def refuse_foreign(names: Iterable[str], values: Mapping[str, Any]) -> None:
 
     ``names`` are training tensors' names, ``values`` the training arguments.
     """
-    known = tuple(names)
+    # Layers and experts are many and alike: one name of each kind is as good as all of them.
+    known = tuple({_NUMBERS.sub("0", name): name for name in reversed(tuple(names))}.values())
     for row in FOREIGN:
         evidence = row.evidence(known, values)
         if evidence is not None:

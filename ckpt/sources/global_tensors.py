@@ -43,9 +43,13 @@ def model_tensors(stored: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
     Every shard of a stored tensor must know its start. Raises SourceError for stacks that are
     not whole and for two keys of one tensor.
     """
-    plain = (replace(tensor, name=names.strip_prefixes(tensor.name)) for tensor in stored)
+    plain = (_named(tensor, names.strip_prefixes(tensor.name)) for tensor in stored)
     parts = [part for tensor in plain for part in _unstack(tensor)]
     return tuple(_merge_parts(parts))
+
+
+def _named(tensor: SourceTensor, name: str) -> SourceTensor:
+    return tensor if tensor.name == name else replace(tensor, name=name)
 
 
 def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
@@ -95,7 +99,7 @@ def _merge_parts(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
         held = parts.setdefault(name, {})
         if part in held or (held and "" in {*held, part}):
             raise SourceError("two keys are the same tensor", tensor=name)
-        held[part] = replace(tensor, name=name)
+        held[part] = _named(tensor, name)
     return [held.get("") or _join_parts(name, held) for name, held in parts.items()]
 
 

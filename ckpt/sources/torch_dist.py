@@ -6,26 +6,28 @@ The index is a pickle of torch.distributed.checkpoint.metadata.Metadata; a chunk
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, parallelism_of
 from ckpt.sources.common_state import ARGS_HINT, COMMON_FILE, plain_args, read_common_file
+from ckpt.sources.dcp_places import checked_places
 from ckpt.sources.global_tensors import model_tensors
-from ckpt.sources.torch_archive import TorchArchive, read_archive
+from ckpt.sources.torch_archive import OpenFile, TorchArchive, read_archive, read_item
 from ckpt.sources.unpickle import Reader, TensorRef
 from ckpt.tensors import DType, Shard, SourceTensor, View
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ckpt.sources.locate import Located
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """A stored part of a global tensor: where it belongs and which bytes hold it."""
 
@@ -36,7 +38,7 @@ class _Chunk:
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Item:
     name: str
     dtype: DType
@@ -53,13 +55,16 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     """
     directory, reader = located.directory, Reader()
     index = directory / ".metadata"
-    metadata = reader.load(_read_bytes(index), file=str(index))
-    _check_index(metadata, index)
+    content = _read_bytes(index)
+    if spans:
+        metadata = reader.load(content, file=str(index))
+    else:  # the save plans of all ranks are half of the index, and say nothing that is said here
+        metadata = reader.load_without(content, "all_local_plans", file=str(index))
+    places = checked_places(metadata, index)
     common, common_files = _read_common(directory, metadata, reader)
-    items, skipped = _list_items(metadata, directory)
+    items, skipped = _list_items(metadata, places, directory)
     _check_files(items, directory)
-    opener = _Opener(directory, reader) if spans else None
-    tensors = model_tensors(_stored(items, directory, opener))
+    tensors = model_tensors(_stored(items, directory, reader, spans=spans))
     args = plain_args(common)
     return Checkpoint(
         format="torch_dist",
@@ -70,7 +75,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
         tensors=tensors,
         shapes={tensor.name: tensor.shape for tensor in tensors},
         skipped=names.count_skipped(skipped),
-        files=tuple(sorted({directory / chunk.file for item in items for chunk in item.chunks})),
+        files=tuple(directory / name for name in sorted(_file_names(items))),
         metadata_files=(index, *common_files),
         foreign_classes=reader.foreign_classes,
         notes=located.notes,
@@ -83,49 +88,6 @@ def _read_bytes(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", file=file) from error
-
-
-def _check_index(metadata: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
-    """Raise SourceError unless everything that is read from the index has the form it must."""
-    needed = ("state_dict_metadata", "storage_data")
-    if not all(isinstance(getattr(metadata, name, None), dict) for name in needed):
-        raise SourceError("not the index of a distributed checkpoint", file=index)
-    try:
-        for key, place in metadata.storage_data.items():
-            _check_place(key, place, index)
-        for name, entry in metadata.state_dict_metadata.items():
-            _check_entry(name, entry)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise SourceError(f"damaged index: {error}", file=index) from error
-
-
-def _check_entry(name: Any, entry: Any) -> None:  # noqa: ANN401 - unpickled
-    if not isinstance(name, str):
-        raise TypeError(f"{name!r:.40} where a name must be")
-    if hasattr(entry, "chunks"):
-        _check_numbers(*entry.size)
-    for chunk in getattr(entry, "chunks", ()):
-        _check_numbers(*chunk.offsets, *chunk.sizes)
-        places = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-        if any(start + length > whole for start, length, whole in places):
-            raise ValueError(f"a part of {name} lies outside it")
-
-
-def _check_place(key: Any, place: Any, index: Path) -> None:  # noqa: ANN401 - unpickled
-    if not isinstance(key.fqn, str):
-        raise TypeError(f"{key.fqn!r:.40} where a name must be")
-    _check_numbers(*(getattr(key, "offset", None) or ()), place.offset, place.length)
-    name = place.relative_path
-    if PurePath(name).name != name or name in {"", ".."} or "\0" in name:
-        raise SourceError(
-            f"the index points outside the directory: {name}", file=index, tensor=key.fqn
-        )
-
-
-def _check_numbers(*values: object) -> None:
-    for value in values:
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{value!r:.40} where a size or a position must be")
 
 
 def _read_common(
@@ -155,11 +117,11 @@ def _open(directory: Path, place: Any, reader: Reader) -> TorchArchive:  # noqa:
     return read_archive(file, reader, offset=place.offset, length=place.length)
 
 
-def _list_items(metadata: Any, directory: Path) -> tuple[list[_Item], list[tuple[str, str]]]:  # noqa: ANN401
-    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
-    for key, place in metadata.storage_data.items():
-        offset = getattr(key, "offset", None)
-        places[key.fqn, None if offset is None else tuple(offset)] = place
+def _list_items(
+    metadata: Any,  # noqa: ANN401 - unpickled
+    places: dict[Any, Any],
+    directory: Path,
+) -> tuple[list[_Item], list[tuple[str, str]]]:
     items, skipped = [], []
     for name, entry in metadata.state_dict_metadata.items():
         reason = names.skip_reason(name)
@@ -219,41 +181,64 @@ def _check_files(items: list[_Item], directory: Path) -> None:
             )
 
 
-class _Opener:
-    """Finds the elements inside the chunks' archives."""
-
-    def __init__(self, directory: Path, reader: Reader) -> None:
-        self._directory, self._reader = directory, reader
-
-    def view(self, item: _Item, chunk: _Chunk) -> View:
-        """The elements of a chunk; its archive must hold what the index says."""
-        file = self._directory / chunk.file
-        archive = read_archive(file, self._reader, offset=chunk.offset, length=chunk.length)
-        root = archive.root
-        if not isinstance(root, TensorRef):
-            raise SourceError("holds no tensor", file=file, tensor=item.name)
-        if root.shape != chunk.shape or root.dtype is not item.dtype:
-            raise SourceError(
-                "the stored part is not what the index says",
-                file=file,
-                tensor=item.name,
-                expected=f"{item.dtype.name} {list(chunk.shape)}",
-                found=f"{root.dtype.name} {list(root.shape)}",
-            )
-        return archive.view(root, name=item.name)
-
-
-def _stored(items: list[_Item], directory: Path, opener: _Opener | None) -> list[SourceTensor]:
+def _stored(
+    items: list[_Item], directory: Path, reader: Reader, *, spans: bool
+) -> list[SourceTensor]:
     """The global tensors under their keys in the index."""
-    tensors: list[SourceTensor] = []
+    views = _views if spans else _archives
+    found = views(items, directory, reader)
+    return [
+        SourceTensor(
+            item.name,
+            item.dtype,
+            tuple(Shard(next(parts), start=chunk.start) for chunk in item.chunks),
+            item.shape,
+        )
+        for item, parts in zip(items, found, strict=True)
+    ]
+
+
+def _archives(items: list[_Item], directory: Path, _: Reader) -> Iterator[Iterator[View]]:
+    """Views that point to the chunks' archives, for each item."""
+    files = {name: str(directory / name) for name in _file_names(items)}
     for item in items:
-        shards = []
+        yield (
+            View.contiguous(files[chunk.file], chunk.offset, item.dtype, chunk.shape)
+            for chunk in item.chunks
+        )
+
+
+def _views(items: list[_Item], directory: Path, reader: Reader) -> Iterator[Iterator[View]]:
+    """Views of the chunks' elements, for each item; every file is opened once."""
+    by_file: dict[str, list[tuple[_Item, _Chunk]]] = {}
+    for item in items:
         for chunk in item.chunks:
-            if opener is None:
-                file = str(directory / chunk.file)
-                view = View.contiguous(file, chunk.offset, item.dtype, chunk.shape)
-            else:
-                view = opener.view(item, chunk)
-            shards.append(Shard(view, start=chunk.start))
-        tensors.append(SourceTensor(item.name, item.dtype, tuple(shards), item.shape))
-    return tensors
+            by_file.setdefault(chunk.file, []).append((item, chunk))
+    views: dict[tuple[str, tuple[int, ...]], View] = {}
+    for name, stored in by_file.items():
+        with closing(OpenFile(directory / name)) as opened:
+            for item, chunk in sorted(stored, key=lambda pair: pair[1].offset):
+                views[item.name, chunk.start] = _view(opened, item, chunk, reader)
+    for item in items:
+        yield (views[item.name, chunk.start] for chunk in item.chunks)
+
+
+def _view(opened: OpenFile, item: _Item, chunk: _Chunk, reader: Reader) -> View:
+    """The elements of a chunk; its archive must hold what the index says."""
+    archive = read_item(opened, reader, offset=chunk.offset, length=chunk.length)
+    root = archive.root
+    if not isinstance(root, TensorRef):
+        raise SourceError("holds no tensor", file=opened.path, tensor=item.name)
+    if root.shape != chunk.shape or root.dtype is not item.dtype:
+        raise SourceError(
+            "the stored part is not what the index says",
+            file=opened.path,
+            tensor=item.name,
+            expected=f"{item.dtype.name} {list(chunk.shape)}",
+            found=f"{root.dtype.name} {list(root.shape)}",
+        )
+    return archive.view(root, name=item.name)
+
+
+def _file_names(items: list[_Item]) -> set[str]:
+    return {chunk.file for item in items for chunk in item.chunks}

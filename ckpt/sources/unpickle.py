@@ -232,13 +232,13 @@ class Reader:
         return self.load_stream(stream, file=file)
 
     def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
-        """As ``load``, but the last attribute of the object, ``field``, is None and not read.
+        """As ``load``, but the object's last attribute, a list called ``field``, becomes None.
 
-        Where that name does not stand once and as protocol 4 writes it, everything is read.
+        Where no list of that name stands as protocol 4 writes it, everything is read.
         """
         text = field.encode()
-        mark = b"\x8c" + bytes([len(text)]) + text
-        at = content.find(mark)
+        mark = b"\x8c" + bytes([len(text)]) + text + b"\x94"
+        at = content.find(mark + b"]\x94")
         if at > 0 and content.endswith(b"ub.") and content.count(mark) == 1:
             # None, the items of the state, build, stop; then what the open frame may ask for.
             rest = b"Nub." + bytes(min(len(content) - at, _FRAME_BYTES))
