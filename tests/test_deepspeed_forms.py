@@ -288,5 +288,5 @@ def test_a_parallel_residual_is_refused_where_the_class_has_none(tmp_path):
     """GPT-2 would compute something else from the same tensors."""
     model = gpt()
     model.args = argparse.Namespace(**vars(model.args), gpt_j_residual=True)
-    with pytest.raises(FamilyError, match="parallel_residual"):
+    with pytest.raises(FamilyError, match="gpt_j_residual"):
         convert(write_layers(tmp_path / "run", model), tmp_path / "out")

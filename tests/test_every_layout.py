@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tiny_deepspeed import DEEPSPEED_WRITERS
 from tiny_megatron import TINY_FAMILIES, WRITERS, Ranks, TinyModel, expected_hf, tensors, whole
 
 from ckpt.arch import ARCHITECTURES
@@ -21,6 +22,7 @@ from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, plan_conversion
 from ckpt.inspection import weight_files
 
+EVERY_WRITER = {**WRITERS, **DEEPSPEED_WRITERS}
 AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "gated": 0, "row": 1, "down": 0}
 
 
@@ -75,7 +77,7 @@ def layouts(draw, family: str, format_: str):
 
 def pairs():
     for family in TINY_FAMILIES:
-        for format_, writer in WRITERS.items():
+        for format_, writer in EVERY_WRITER.items():
             if writer.holds(TinyModel(family)):
                 yield pytest.param(family, format_, id=f"{family}-{format_}")
 
@@ -89,12 +91,14 @@ def test_any_ranks_of_any_format_give_the_exact_tensors(family, format_, data):
     with tempfile.TemporaryDirectory() as place:
         root, out = Path(place) / "run", Path(place) / "out"
         root.mkdir()
-        WRITERS[format_].write(root, model, ranks, **options)
+        EVERY_WRITER[format_].write(root, model, ranks, **options)
         convert_checkpoint(root, out, ConvertOptions(family=model.hf_family))
         found: dict[str, torch.Tensor] = {}
         for name in weight_files(out):
             found |= load_file(out / name)
     expected = expected_hf(model)
+    if EVERY_WRITER[format_].fp32:
+        expected = {name: value.float() for name, value in expected.items()}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name

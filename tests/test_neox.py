@@ -148,7 +148,7 @@ def test_settings_that_nothing_can_be_are_refused_by_name(tmp_path, setting, val
 def test_a_parallel_residual_with_another_block_is_refused(tmp_path):
     """Llama's class has none."""
     model = change(neox_llama(), gpt_j_residual=True)
-    with pytest.raises(FamilyError, match="parallel_residual"):
+    with pytest.raises(FamilyError, match="gpt_j_residual"):
         convert(write_layers(tmp_path / "run", model), tmp_path / "out")
 
 

@@ -6,6 +6,7 @@
     write_zero3(root, model, dp=3)          # the optimizer's partitions
     write_universal(root, model)            # fp32.pt for each parameter
     model.hf                                # the truth, by Hugging Face name
+    DEEPSPEED_WRITERS                       # the same of any dense model of tiny_megatron
 
 A model is a list of tensors as the ranks hold them; slow and plain code cuts the truth for
 them. All sizes differ, and values depend on the Hugging Face name alone.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from builders import foreign_module, random
+from tiny_megatron import Ranks, TinyModel, Writer, pieces, tensors, training_args, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +57,8 @@ class DeepSpeedModel:
     hf: dict[str, torch.Tensor] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    layers: int = LAYERS
+    vocab: int = VOCAB
 
     def value(self, name: str, *shape: int) -> torch.Tensor:
         self.hf[name] = random(name, *shape, dtype=self.dtype)
@@ -340,6 +344,72 @@ def _neox_llama_block(m: DeepSpeedModel, at: int, hf: str, groups: int, naming: 
     m.put(at, "mlp.w2.weight", down, "row")
 
 
+# --- any dense family -------------------------------------------------------------------------
+
+OLD_NAMES = (
+    ("pre_mlp_layernorm.", "post_attention_layernorm."),
+    ("self_attention.linear_qkv.", "self_attention.query_key_value."),
+    ("self_attention.linear_proj.", "self_attention.dense."),
+    ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+    ("embedding.", ""),
+    ("decoder.final_layernorm.", ""),
+    ("output_layer.", "lm_head."),
+)
+KINDS = {"qkv": "column", "gate_up": "gated"}
+
+
+def is_dense(model: TinyModel) -> bool:
+    """Whether Megatron-DeepSpeed could have trained it: its blocks are those of Megatron-LM 3."""
+    a = model.values
+    plain = not (a.num_experts or a.multi_latent_attention or a.mtp_num_layers)
+    return plain and all("post_" not in item.name for item in tensors(model))
+
+
+def from_tiny(model: TinyModel, ranks: Ranks) -> DeepSpeedModel:
+    """A model of ``tiny_megatron`` as DeepSpeed's ranks hold it."""
+    args = training_args(model, ranks, te=False, format_="deepspeed")
+    layers = model.values.num_layers
+    m = DeepSpeedModel(ranks.tp, args, {"checkpoint_version": 3.0}, layers=layers)
+    m.vocab = model.values.vocab_size
+    ends = {"embedding": 1, "decoder": 2 + layers, "output_layer": 3 + layers}
+    for item in tensors(model):
+        parts = item.name.split(".")
+        is_layer = item.name.startswith("decoder.layers.")
+        number = 2 + int(parts[2]) if is_layer else ends[parts[0]]
+        name = ".".join(parts[3:]) if is_layer else item.name
+        for new, old in OLD_NAMES:
+            name = name.replace(new, old)
+        held = pieces(item, whole(model, item, ranks.tp), ranks, te=False)
+        axis = 1 if item.kind == "row" else 0
+        blocks = [torch.cat([block for _, block in own], axis) for own in held]
+        m.stored.append(Stored(number, name, blocks, KINDS.get(item.kind, item.kind)))
+    return m
+
+
+def _write_whole(root: Path, model: TinyModel, ranks: Ranks, *, te: bool, **_: Any) -> Path:
+    """Layer files, or rank files of a run without a pipeline."""
+    stored = from_tiny(model, ranks)
+    return write_layers(root, stored, pp=ranks.pp) if te else write_ranks(root, stored)
+
+
+def _write_parts(root: Path, model: TinyModel, ranks: Ranks, *, te: bool, **_: Any) -> Path:
+    """Partitions of ZeRO 3 over an odd or an even number of ranks."""
+    return write_zero3(root, from_tiny(model, ranks), dp=3 if te else 2)
+
+
+def _write_joined(root: Path, model: TinyModel, ranks: Ranks, *, te: bool, **_: Any) -> Path:
+    """A universal checkpoint made with or without the patterns of the training code."""
+    return write_universal(root, from_tiny(model, ranks), patterns=te)
+
+
+DEEPSPEED_WRITERS = {
+    "deepspeed": Writer(_write_whole, is_dense),
+    "deepspeed_zero3": Writer(_write_parts, is_dense, fp32=True),
+    "deepspeed_universal": Writer(_write_joined, is_dense, fp32=True),
+}
+
+
 # --- directories ------------------------------------------------------------------------------
 
 
@@ -365,7 +435,7 @@ def _state(model: DeepSpeedModel, stage: int, **more: Any) -> dict[str, Any]:
     return {"args": model.args, "ds_config": config, "iteration": 7, **model.state, **more}
 
 
-def write_layers(root: Path, model: DeepSpeedModel, *, stage: int = 1) -> Path:
+def write_layers(root: Path, model: DeepSpeedModel, *, stage: int = 1, pp: int = 1) -> Path:
     """Pipeline layers in a file each, and optimizer files that nobody can read."""
     directory = _begin(root, model)
     for rank in range(model.tp):
@@ -374,6 +444,7 @@ def write_layers(root: Path, model: DeepSpeedModel, *, stage: int = 1) -> Path:
             layers.setdefault(item.number, {})[item.name] = item.ranks[rank]
         for number, layer in layers.items():
             torch.save(layer, directory / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    for rank in range(model.tp * pp):
         _save(_state(model, stage, module=None), directory / f"mp_rank_{rank:02d}_model_states.pt")
         optimizer = directory / f"bf16_zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"
         optimizer.write_bytes(b"unread")
@@ -386,7 +457,7 @@ def module_names(model: DeepSpeedModel) -> dict[int, str]:
         return {item.number: f"sequential.{item.number}." for item in model.stored}
     first = next(item.number for item in model.stored if item.name.startswith("input_layernorm"))
     names = {1: "language_model.embedding."}
-    for layer in range(LAYERS):
+    for layer in range(model.layers):
         names[first + layer] = f"language_model.encoder.layers.{layer}."
     last = max(names)
     return {
@@ -440,6 +511,8 @@ def write_zero3(
             )
             at = f"zero_pp_rank_{data}_mp_rank_{rank:02d}"
             _save(state, directory / f"{at}_model_states.pt")
+            for number, group in enumerate(flat):
+                group.ds_id = f"0_{number}"  # DeepSpeed's; torch saves such a tensor otherwise
             optimizer = {"zero_stage": 3, "partition_count": dp, "fp32_flat_groups": flat}
             file = directory / f"bf16_{at}_optim_states.pt"
             torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, file)
@@ -485,5 +558,5 @@ def _joined(model: DeepSpeedModel, item: Stored, *, patterns: bool) -> dict[str,
     dim = 1 if item.kind == "row" and model.tp > 1 else 0
     entry: dict[str, Any] = {"param": torch.cat(parts, dim), "cat_dim": dim}
     if item.kind == "vocab":
-        entry |= {"param": entry["param"][:VOCAB].clone(), "vocab_tensor": True}
+        entry |= {"param": entry["param"][: model.vocab].clone(), "vocab_tensor": True}
     return entry

@@ -756,10 +756,11 @@ def _write_array(path: Path, entry: Item, separator: str, *, cut_short: bool) ->
 
 @dataclass(frozen=True)
 class Writer:
-    """A format's writer, and which models such a program trains."""
+    """A format's writer, which models such a program trains, and whether it keeps them in fp32."""
 
     write: Callable[..., Path]
     holds: Callable[[TinyModel], bool] = lambda model: True
+    fp32: bool = False
 
 
 # A new format adds itself here.

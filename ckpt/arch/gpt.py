@@ -39,7 +39,6 @@ GPT2 = Architecture(
         **_EXPECTS,
         "activation": ("gelu", "gelu_new"),
         "positions": ("learned_absolute",),
-        "parallel_residual": (False,),
     },
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY, ("transformer.wte.weight",)),
@@ -88,6 +87,7 @@ GPT_NEOX = Architecture(
         "positions": ("rope",),
         "rotary_interleaved": (False,),
     },
+    understands=frozenset({"gpt_j_residual"}),
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY, ("gpt_neox.embed_in.weight",)),
         Rule(L + "input_layernorm.weight", REPLICATED, (_N + "input_layernorm.weight",), norm=True),
@@ -138,7 +138,6 @@ BLOOM = Architecture(
         "positions": ("alibi",),
         "four_times_ffn": (True,),
         "embedding_norm": (True,),
-        "parallel_residual": (False,),
     },
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY,

@@ -83,7 +83,6 @@ BASE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "positions": ("rope",),
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
-    "parallel_residual": (False,),
     "mla": (False,),
     "post_norms": (False,),
 }

@@ -40,6 +40,7 @@ UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("heterogeneous_layers_config_encoded_json", (None, ""), "a size of its own for each layer"),
     ("enable_mhc_connections", (None, False), "several residual streams"),
     ("apply_residual_connection_post_layernorm", (None, False), "residuals taken after the norm"),
+    ("gpt_j_residual", (None, False), "attention and MLP side by side on one residual"),
     ("use_mup", (None, False), "multipliers of maximal-update parametrisation"),
     ("glu_linear_offset", (None, 0, 0.0), "an offset in the gated MLP"),
     ("activation_func_clamp_value", (None,), "a clamped activation"),
