@@ -9,8 +9,10 @@ so they can be read in either direction.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ckpt.errors import PlanError
@@ -346,8 +348,13 @@ def copies_for(whole: Whole, target: CutTarget, *, transposed: bool, base: int) 
     if transposed:
         strides = (1, shape[0])
     parts = sorted(whole.parts, key=lambda part: part.start)
+    starts = [part.start[0] for part in parts]
+    # The last row of all parts up to each one; parts before the first that reaches a segment
+    # end above it.
+    reach = list(accumulate((part.start[0] + part.view.shape[0] for part in parts), max))
     for segment in target.segments:
-        for part in parts:
+        last = bisect_left(starts, segment.source + segment.length)
+        for part in parts[bisect_right(reach, segment.source) : last]:
             first = max(segment.source, part.start[0])
             end = min(segment.source + segment.length, part.start[0] + part.view.shape[0])
             if first >= end:

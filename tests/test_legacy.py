@@ -79,6 +79,18 @@ def test_a_rank_of_another_run_is_not_mixed_in(tmp_path):
         open_source(source)
 
 
+def test_a21_rank_directories_may_end_in_zeros(tmp_path):
+    """Some versions write a pipeline stage and an expert rank of 0 where there is but one."""
+    source = write_legacy(tmp_path / "run", MODEL, tp=2)
+    iteration = source / "iter_0000010"
+    (iteration / "mp_rank_00").rename(iteration / "mp_rank_00_000")
+    shutil.copytree(iteration / "mp_rank_01", iteration / "mp_rank_01_000_000")
+    with pytest.raises(SourceError, match="two directories are of the same rank"):
+        open_source(source)
+    shutil.rmtree(iteration / "mp_rank_01")
+    assert open_source(source).parallelism.tensor == 2
+
+
 def test_a13_layers_that_the_files_lack_stop_the_run(tmp_path):
     """The count in the arguments is compared with that of the files."""
     source = write_legacy(tmp_path / "run", Model(layers=4, args={"num_layers": 5}), pp=2)

@@ -165,19 +165,25 @@ def _grid(
     archives: dict[tuple[int, ...], TorchArchive], sizes: Parallelism, directory: Path
 ) -> list[_Rank]:
     """Every rank's file; the name's numbers are read by what the args say (PP before EP)."""
-    ranks = {}
+    ranks: dict[tuple[int, int, int], _Rank] = {}
     for numbers, archive in archives.items():
         rest = list(numbers[1:])
         pp = rest.pop(0) if sizes.pipeline > 1 and rest else 0
         ep = rest.pop(0) if sizes.expert > 1 and rest else 0
-        if rest:
+        if any(rest):  # some versions write _000 for a size of 1
             raise SourceError(
                 "the directory's name has more ranks than the training arguments",
                 file=archive.file,
                 expected=f"PP {sizes.pipeline}, EP {sizes.expert}",
                 found=archive.file.parent.name,
             )
-        ranks[numbers[0], pp, ep] = _Rank(numbers[0], pp, ep, archive)
+        known = ranks.setdefault((numbers[0], pp, ep), _Rank(numbers[0], pp, ep, archive))
+        if known.archive is not archive:
+            raise SourceError(
+                "two directories are of the same rank",
+                file=archive.file,
+                found=f"{known.archive.file.parent.name} and {archive.file.parent.name}",
+            )
     missing = [key for key in _expected(sizes) if key not in ranks]
     if missing:
         raise SourceError(
