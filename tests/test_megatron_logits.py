@@ -15,6 +15,11 @@ from ckpt.validate.hf_run import load_model
 
 pytestmark = pytest.mark.megatron
 
+ONE_EXPERT = {
+    "moe_router_topk": 1,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
 LAYOUTS = [
     Layout("llama", tp=2, pp=2),
     Layout("llama", tp=4, format="torch", te=True),
@@ -32,6 +37,7 @@ LAYOUTS = [
     Layout("deepseek", tp=2, ep=2, te=True),
     Layout("deepseek-mtp", te=True),
     Layout("deepseek-mtp", tp=2, pp=2, te=True, format="torch"),
+    Layout("deepseek", te=True, overrides=ONE_EXPERT),
     Layout("gemma", tp=2, te=True),
     Layout("gemma2", tp=2, te=True, format="torch", positions=(2, 224)),
     Layout("gemma2", pp=2, te=True, positions=(2, 224)),

@@ -144,6 +144,13 @@ STRUCTURES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek", dict(tp=2, ep=2, te=True, single=True, format="torch_dist")),
     ("deepseek-mtp", dict(pp=2, te=True, format="torch")),
     ("deepseek-lite", dict(tp=2, format="torch_dist")),
+    ("gemma2", dict(tp=2, te=True, format="torch")),
+    ("gemma3", dict(tp=2, te=True, format="torch_dist")),
+    ("glm4", dict(tp=2, te=True, format="torch")),
+    ("minimax", dict(tp=2, te=True, format="torch")),
+    ("minimax", dict(tp=2, ep=2, te=True, format="torch_dist")),
+    ("deepseek-v32", dict(tp=2, te=True, format="torch")),
+    ("deepseek-glm5", dict(tp=2, te=True, format="torch_dist")),
 ]
 
 

@@ -397,6 +397,8 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
     found = {}
     for item in every:
         name = spelled(item.name, te=te, latent=model.values.multi_latent_attention)
+        if getattr(model.values, "dsa_indexer_n_heads", None):
+            name = item.name  # the indexer needs queries that are normed already
         block = item.name.split(".pre_mlp_layernorm.")[0]
         if te and block not in experts:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
