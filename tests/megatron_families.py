@@ -76,6 +76,15 @@ BASE = dict(
     linear_value_head_dim=128,
     linear_num_key_heads=16,
     linear_num_value_heads=32,
+    quick_geglu=False,
+    glu_linear_offset=0.0,
+    activation_func_clamp_value=None,
+    softmax_type="vanilla",
+    window_attn_skip_freq=None,
+    yarn_original_max_position_embeddings=None,
+    yarn_beta_fast=None,
+    yarn_beta_slow=None,
+    yarn_correction_range_round_to_int=None,
 )
 MOE: dict[str, object] = dict(num_experts=6, moe_ffn_hidden_size=56)
 QWEN: dict[str, object] = dict(rotary_base=1000000, layernorm_epsilon=1e-6)
@@ -160,6 +169,37 @@ QWEN3_NEXT: dict[str, object] = dict(
     moe_shared_expert_intermediate_size=72,
     moe_shared_expert_gate=True,
 )
+V2: dict[str, object] = dict(
+    hidden_size=84,
+    moe_router_score_function="softmax",
+    moe_router_pre_softmax=True,
+    moe_router_enable_expert_bias=False,
+    moe_router_topk=3,  # of as many groups as experts: a group counts by its best expert
+    moe_router_num_groups=6,
+    moe_router_group_topk=3,
+    moe_router_topk_scaling_factor=1.5,
+)
+GPT: dict[str, object] = dict(
+    hidden_size=192,  # Hugging Face's class has no head size of its own
+    ffn_hidden_size=768,
+    group_query_attention=False,
+    num_query_groups=1,
+    normalization="LayerNorm",
+    swiglu=False,
+    add_bias_linear=True,
+    add_qkv_bias=True,
+)
+GLM: dict[str, object] = dict(
+    num_layers=4,
+    qk_layernorm=True,
+    rotary_percent=0.5,
+    moe_shared_expert_intermediate_size=56,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk=3,
+    moe_router_topk_scaling_factor=2.5,
+)
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": dict(rotary_base=500000),
     "llama1p": dict(layernorm_zero_centered_gamma=True),
@@ -168,17 +208,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": dict(**QWEN, add_qkv_bias=True, untie_embeddings_and_output_weights=False),
     "qwen3": dict(**QWEN, qk_layernorm=True),
     "gpt": dict(
-        hidden_size=192,  # Hugging Face's GPT-2 has no head size of its own
-        ffn_hidden_size=768,
-        group_query_attention=False,
-        num_query_groups=1,
+        **GPT,
         position_embedding_type="learned_absolute",
-        normalization="LayerNorm",
-        swiglu=False,
-        add_bias_linear=True,
-        add_qkv_bias=True,
         untie_embeddings_and_output_weights=False,
     ),
+    "neox": dict(**{**GPT, "ffn_hidden_size": 704}, rotary_percent=0.25),
     "mixtral": MOE,
     "mixtral-gg": dict(**MOE, moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=True),
     "qwen2moe": dict(
@@ -237,4 +271,31 @@ FAMILIES: dict[str, dict[str, object]] = {
     "deepseek-v32": dict(**DEEPSEEK, **SPARSE),
     "deepseek-glm5": {**DEEPSEEK, **SPARSE, "dsa_indexer_rope_interleaved": True},
     "deepseek-lite": {**DEEPSEEK, **LITE},
+    "deepseek-v2": {**DEEPSEEK, **V2},
+    "glm4moe": dict(
+        **MOE,
+        **GLM,
+        moe_layer_freq=[0, 1, 1, 1],
+        add_qkv_bias=True,
+    ),
+    "gptoss": dict(
+        **MOE,
+        num_layers=4,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=7.0,
+        softmax_type="learnable",
+        window_size=(23, 0),
+        window_attn_skip_freq=2,
+        position_embedding_type="yarn",
+        rotary_base=150000,
+        rotary_scaling_factor=8.0,
+        yarn_original_max_position_embeddings=64,
+        yarn_beta_fast=32.0,
+        yarn_beta_slow=1.0,
+        yarn_correction_range_round_to_int=False,
+    ),
 }

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as attention
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -54,6 +55,11 @@ _COMMON = [
     "expert_tensor_parallel_size",
     "pipeline_model_parallel_layout",
     "mtp_num_layers",
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
 ]
 _LINEAR = [
     "attention_output_gate",
@@ -106,8 +112,8 @@ def make_config(args, dtype):
     values = {name: getattr(args, name) for name in _COMMON}
     values.update(
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        gated_linear_unit=args.swiglu,
-        activation_func=functional.silu if args.swiglu else functional.gelu,
+        gated_linear_unit=args.swiglu or args.quick_geglu,
+        activation_func=_activation(args),
         num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -133,10 +139,31 @@ def make_config(args, dtype):
         config = MLATransformerConfig(**values, apply_rope_fusion=False)
     else:
         config = TransformerConfig(**values)
+        if args.position_embedding_type == "yarn":
+            _set_yarn(config, args)
     variants.adapt_config(args, config)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         config.bf16 = True  # GroupedMLP asserts it; our stand-in multiplies any type
     return config
+
+
+def _activation(args):
+    if args.quick_geglu:
+        return quick_gelu
+    return functional.silu if args.swiglu else functional.gelu
+
+
+def _set_yarn(config, args):
+    """As megatron/training/argument_utils.py does: fields that the configuration does not know."""
+    config.yarn_rotary_scaling_factor = args.rotary_scaling_factor
+    config.yarn_mscale, config.yarn_mscale_all_dim = args.mscale, args.mscale_all_dim
+    for name in (
+        "yarn_original_max_position_embeddings",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "yarn_correction_range_round_to_int",
+    ):
+        setattr(config, name, getattr(args, name))
 
 
 def build(args, dtype):
@@ -242,7 +269,7 @@ def whole_value(key, shape, *, zero_centered):
     *_, owner, leaf = key.split(".")
     if leaf.endswith("weight") and "norm" in owner + leaf:
         value = torch.rand(shape, generator=generator) + (-0.5 if zero_centered else 0.5)
-    elif leaf.endswith("bias"):
+    elif leaf.endswith(("bias", "softmax_offset")):
         value = 0.1 * torch.randn(shape, generator=generator)
     else:
         value = torch.randn(shape, generator=generator) * shape[-1] ** -0.5

@@ -96,8 +96,11 @@ def variants(architecture: Architecture) -> list[TrainingArgs]:
         args = replace(args, sliding_window=9)
     args = replace(args, zero_centered_norm=architecture.norm_adds_one)
     found = []
-    for tied, bias, rank in itertools.product([False, True], [False, True], [None, 12]):
+    for tied, bias, rank, norm in itertools.product(
+        [False, True], [False, True], [None, 12], [False, True]
+    ):
         one = replace(args, tied=tied, linear_bias=bias, qkv_bias=args.qkv_bias or bias)
+        one = replace(one, qk_norm=args.qk_norm or norm)
         one = replace(one, q_lora_rank=rank if args.mla else None)
         if not architecture.mismatches(one) and one not in found:
             found.append(one)

@@ -22,6 +22,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import tiny_families_a
 import tiny_families_b
 import torch
 from builders import TRACKER, Item, random, save_dist
@@ -45,21 +46,16 @@ EXTRA_STATES: dict[str, Callable[[], Any]] = {
 GPT = {"gpt": GPT2, "neox": NEOX, "bloom": BLOOM}
 TINY_FAMILIES = {
     **FAMILIES,
-    "neox": {
-        **FAMILIES["gpt"],
-        "position_embedding_type": "rope",
-        "rotary_percent": 0.25,
-        "ffn_hidden_size": 704,
-        "untie_embeddings_and_output_weights": True,
-    },
     "bloom": {
         **FAMILIES["gpt"],
         "position_embedding_type": "alibi",
         "bias_gelu_fusion": True,
     },
+    "glm4_moe_lite": FAMILIES["deepseek"],
 }
+OTHER_LAYERS = {**tiny_families_a.LAYERS, **tiny_families_b.LAYERS}
 # Families that are another one's network under another name.
-SAME_NETWORK = {"mistral"}
+SAME_NETWORK = {"mistral", "glm4_moe_lite"}
 SHALLOW = {"num_layers": 3, "moe_layer_freq": 1}
 SHALLOW_DEEPSEEK = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
 AS_THEY_ARE = ("qwen3next",)  # layers of several kinds
@@ -76,9 +72,11 @@ class TinyModel:
     @property
     def values(self) -> argparse.Namespace:
         """The training arguments that do not depend on the ranks."""
-        shallow = SHALLOW_DEEPSEEK if self.family.startswith("deepseek") else SHALLOW
+        given = {**BASE, **TINY_FAMILIES[self.family]}
+        prefix = isinstance(given["moe_layer_freq"], list)
+        shallow = SHALLOW_DEEPSEEK if prefix else SHALLOW
         shallow = {} if self.family.startswith(AS_THEY_ARE) else shallow
-        known = {**BASE, **TINY_FAMILIES[self.family], **shallow, **self.args}
+        known = {**given, **shallow, **self.args}
         return argparse.Namespace(**known)
 
     @property
@@ -165,8 +163,8 @@ def tensors(model: TinyModel) -> list[Tensor]:
 
 
 def _layer(model: TinyModel, core: str, layer: int, hf: str = "") -> list[Tensor]:
-    if model.family in tiny_families_b.LAYERS:
-        return tiny_families_b.LAYERS[model.family](model, core, layer)
+    if model.family in OTHER_LAYERS:
+        return OTHER_LAYERS[model.family](model, core, layer)
     a, hf = model.values, hf or f"model.layers.{layer}."
     attention = _latent_attention if a.multi_latent_attention else _attention
     attention = delta_net if is_linear(a, layer) else attention
@@ -323,7 +321,7 @@ def expected_hf(model: TinyModel) -> dict[str, torch.Tensor]:
             value = _value(model, tensor, index)
             found[name] = value.float() + 1 if model.adds_one(name) else value
             found.update(dict.fromkeys(tensor.also, found[name]))
-    return joined(found) if model.family in GPT else found
+    return joined(found) if model.family in GPT else tiny_families_a.stacked(found)
 
 
 def whole(model: TinyModel, tensor: Tensor, tp: int) -> torch.Tensor:
@@ -512,7 +510,8 @@ def _chunk(model, stages, stage, ranks, at, *, te, grouped) -> dict[str, Any]:
         held = pieces(item, whole(model, item, ranks.tp), ranks, te=te)[etp if expert else tp]
         axis = 1 if item.kind == "row" else 0
         found[name] = torch.cat([block for _, block in held], axis)
-    return _together(found, te=te) if grouped else found
+    has_bias = model.values.add_bias_linear  # GroupedMLP, the local spec's, has none
+    return _together(found, te=te) if grouped and (te or not has_bias) else found
 
 
 def _local_name(name: str, layers: list[int], *, first: bool, last: bool) -> str | None:
@@ -531,12 +530,12 @@ def _together(found: dict[str, Any], *, te: bool) -> dict[str, Any]:
     stacks: dict[str, list[torch.Tensor]] = {}
     for name, value in found.items():
         expert = re.fullmatch(
-            r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.linear_fc(\d)\.weight", name
+            r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.linear_fc(\d)\.(weight|bias)", name
         )
         if expert is None:
             result[name] = value
         elif te:
-            result[f"{expert[1]}.linear_fc{expert[3]}.weight{expert[2]}"] = value
+            result[f"{expert[1]}.linear_fc{expert[3]}.{expert[4]}{expert[2]}"] = value
         else:
             stacks.setdefault(f"{expert[1]}.weight{expert[3]}", []).append(value.t())
     for name, values in stacks.items():
@@ -612,7 +611,8 @@ def _items(model, ranks, prefix, *, te, grouped, single) -> dict[str, Item]:
     if grouped:
         for key, entry in items.items():
             if ".experts." in key and "shared" not in key:
-                _merge_expert_chunks(entry, model.values.num_experts // ranks.ep)
+                local = model.values.num_experts // ranks.ep
+                _merge_expert_chunks(entry, local, 1 if key.endswith("bias") else 2)
     return items
 
 
@@ -664,8 +664,8 @@ def _put(items, key, value, by_rank, lead) -> None:
         entry.parts[place] = block.reshape((1,) * len(lead) + block.shape)
 
 
-def _merge_expert_chunks(entry: Item, count: int) -> None:
-    axis = len(entry.shape) - 3
+def _merge_expert_chunks(entry: Item, count: int, values: int) -> None:
+    axis = len(entry.shape) - values - 1
     merged: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for at, block in sorted(entry.parts.items()):
         first = (*at[:axis], at[axis] // count * count, *at[axis + 1 :])

@@ -9,8 +9,10 @@ from ckpt.arch.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_D
 from ckpt.arch.ernie import ERNIE45
 from ckpt.arch.foreign import FOREIGN, foreign_family, refuse_foreign
 from ckpt.arch.gemma import GEMMA, GEMMA2, GEMMA3
+from ckpt.arch.glm import GLM4_MOE, GLM4_MOE_LITE
 from ckpt.arch.glm4 import GLM4
 from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
+from ckpt.arch.gpt_oss import GPT_OSS
 from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
 from ckpt.arch.minimax import MINIMAX_M2
 from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
@@ -45,6 +47,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK_V2,
         DEEPSEEK_V32,
         GLM_MOE_DSA,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        GPT_OSS,
         GPT2,
         GPT_NEOX,
         BLOOM,

@@ -65,6 +65,7 @@ CONFIG: dict[str, str | Const] = {
 EXPECTS: dict[str, tuple[Any, ...]] = {
     **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_interleaved"},
     "mla": (True,),
+    "sliding_window": (None,),
     "qk_norm": (True,),
     "linear_bias": (False,),
     "qkv_bias": (False,),
@@ -73,6 +74,7 @@ EXPECTS: dict[str, tuple[Any, ...]] = {
     "shared_gate": (False,),
     "shared_divides": (True,),
     "mla_softmax_known": (True,),
+    "mla_scales_plainly": (True,),
 }
 
 DEEPSEEK_V3 = Architecture(
@@ -101,6 +103,10 @@ DEEPSEEK_V3 = Architecture(
     aliases=("moonlight", "kimi_k2", "deepseek"),
 )
 
+_NORMALISED = (
+    "WARNING: training normalised the chosen experts' weights (norm_topk_prob); vLLM does so too, "
+    "transformers 5's DeepSeek V2 does not and answers otherwise"
+)
 DEEPSEEK_V2 = Architecture(
     name="deepseek_v2",
     model_class="DeepseekV2ForCausalLM",
@@ -110,6 +116,7 @@ DEEPSEEK_V2 = Architecture(
         "router_bias": (False,),
         "experts_per_group_topk": (None, 1),
         "mtp_layers": (0,),
+        "heads_divide_hidden": (True,),
     },
     rules=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *ROUTER, *ROUTED, *SHARED, *HEAD),
     config={
@@ -123,6 +130,8 @@ DEEPSEEK_V2 = Architecture(
         "norm_topk_prob": "norm_topk_prob",
     },
     aliases=("deepseek_v2_lite",),
+    proof="logits",
+    cautions=(("normalises_topk", _NORMALISED),),
 )
 
 _I, _HF_I = A + "core_attention.indexer.", HF_A + "indexer."

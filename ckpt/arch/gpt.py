@@ -126,6 +126,7 @@ GPT_NEOX = Architecture(
         "attention_bias": Const(value=True),
     },
     aliases=("neox", "pythia"),
+    proof="logits",
 )  # fmt: skip
 
 _B = "transformer.h.{layer}."
@@ -169,8 +170,9 @@ BLOOM = Architecture(
         "n_layer": "layers",
         "n_head": "heads",
         "layer_norm_epsilon": "norm_eps",
-        "apply_residual_connection_post_layernorm": Const(value=False),
+        "apply_residual_connection_post_layernorm": "residual_post_norm",
         "hidden_dropout": Const(0.0),
         "attention_dropout": Const(0.0),
     },
+    understands=frozenset({"apply_residual_connection_post_layernorm"}),
 )  # fmt: skip

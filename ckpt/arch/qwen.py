@@ -108,6 +108,7 @@ QWEN2_MOE = Architecture(
         "shared_expert_intermediate_size": "shared_ffn",
         "qkv_bias": Const(value=True),
     },
+    proof="logits",
 )  # fmt: skip
 
 QWEN3_MOE = Architecture(

@@ -73,7 +73,8 @@ class Architecture:
     the user should give with ``--set``. ``proof`` says what the table is held to: the logits
     of Megatron-Core's own model, or only the names and shapes of Hugging Face's. ``mtp_block``
     is the name that the decoder layer inside a layer that predicts a further token has, where
-    it does not simply count on.
+    it does not simply count on. ``cautions`` are truths of the training
+    arguments, with what a user must know where they hold.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Architecture:
     asks: Mapping[str, str] = field(default_factory=dict)
     proof: Literal["logits", "shapes"] = "shapes"
     mtp_block: str = ""
+    cautions: tuple[tuple[str, str], ...] = ()
 
     def mismatches(self, args: TrainingArgs) -> list[str]:
         """Why this family cannot represent the model, one line for each reason."""
@@ -104,6 +106,10 @@ class Architecture:
     def unanswered(self, args: TrainingArgs) -> list[str]:
         """What the user must still say before the model can be represented."""
         return [text for name, text in self.asks.items() if getattr(args, name) is None]
+
+    def warnings(self, args: TrainingArgs) -> list[str]:
+        """What a user of the converted model must know, one line for each caution that holds."""
+        return [line for name, line in self.cautions if getattr(args, name)]
 
 
 def _either(allowed: tuple[Any, ...]) -> str:

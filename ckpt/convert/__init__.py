@@ -100,7 +100,11 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
         files=files,
         config=config,
         copied=copied,
-        notes=(*notes, *(compared.notes if compared else ())),
+        notes=(
+            *architecture.warnings(args),
+            *notes,
+            *(compared.notes if compared else ()),
+        ),
         identity=identity,
         fingerprint=_fingerprint(identity, options, config, copied),
         reference=compared,

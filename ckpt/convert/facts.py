@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ckpt.training import TrainingArgs, yarn_scale
+from ckpt.training import TrainingArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,21 +31,50 @@ def rope_scaling(args: TrainingArgs) -> dict[str, Any] | None:
     return None
 
 
+def rope_parameters(args: TrainingArgs) -> dict[str, Any]:
+    """Everything of rotary positions in one value, as transformers 5 spells it."""
+    scaling = rope_scaling(args) or {"rope_type": "default"}
+    turned = {"partial_rotary_factor": args.rotary_percent}
+    return {"rope_theta": args.rotary_base, **turned, **scaling}
+
+
 def yarn_scaling(args: TrainingArgs) -> dict[str, Any]:
-    """MLA's YaRN. Hugging Face ignores mscale unless both are non-zero: then the factor is said."""
+    """YaRN's rotary scaling; its growth is yarn_scale(mscale) / yarn_scale(mscale_all_dim).
+
+    transformers ignores both unless both are non-zero: then the result is said. For MLA vLLM
+    computes it from the two as Megatron does, and reads no ``attention_factor``.
+    """
+    factor, mscale, all_dim = args.yarn_factor, args.yarn_mscale, args.yarn_mscale_all_dim
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
         "type": "yarn",
-        "factor": args.yarn_factor,
+        "factor": factor,
         "original_max_position_embeddings": args.yarn_original_positions,
         "beta_fast": args.yarn_beta_fast,
         "beta_slow": args.yarn_beta_slow,
-        "mscale": args.yarn_mscale,
-        "mscale_all_dim": args.yarn_mscale_all_dim,
     }
-    if not args.yarn_mscale_all_dim and args.yarn_mscale != 1:
-        scaling["attention_factor"] = yarn_scale(args.yarn_factor, args.yarn_mscale)
+    if not args.mla:
+        scaling["truncate"] = args.yarn_truncates
+        return scaling | (
+            {"attention_factor": args.yarn_growth} if args.yarn_grows_unusually else {}
+        )
+    scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    if not (mscale and all_dim) and args.yarn_grows_unusually:
+        scaling["attention_factor"] = args.yarn_growth
     return scaling
+
+
+def yarn_always(args: TrainingArgs) -> dict[str, Any]:
+    """Rotary positions for a class that always has YaRN; a factor of 1 changes nothing."""
+    none = {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": args.max_positions,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    return {"rope_theta": args.rotary_base, **(yarn_scaling(args) if args.uses_yarn else none)}
 
 
 def v2_topk_method(args: TrainingArgs) -> str:
@@ -87,6 +116,10 @@ _LAYER_TYPES = {"attention": "full_attention", "linear_attention": "linear_atten
 # Facts that are not simply a field of TrainingArgs.
 DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "rope_scaling": rope_scaling,
+    "rope_parameters": rope_parameters,
+    "yarn_always": yarn_always,
+    # A class that must have a window: one that nothing reaches over stands for none.
+    "window_or_all": lambda args: args.sliding_window or yarn_max_positions(args),
     "v2_topk_method": v2_topk_method,
     "yarn_max_positions": yarn_max_positions,
     "window_layer_types": window_layer_types,
@@ -101,6 +134,7 @@ DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "group_count": lambda args: args.router_groups if args.limits_groups else 1,
     "group_topk": lambda args: args.router_group_topk if args.limits_groups else 1,
     "norm_topk_prob": lambda args: not args.router_pre_softmax,
+    "mlp_layer_types": lambda args: ["sparse" if moe else "dense" for moe in args.moe_layers],
     "dense_layers": lambda args: [n for n, moe in enumerate(args.moe_layers) if not moe],
     "first_dense": lambda args: args.first_dense,
     "layer_types": layer_types,

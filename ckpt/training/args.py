@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt.training.yarn import yarn_scale
+
 if TYPE_CHECKING:
     from ckpt.tensors import DType
 
@@ -103,6 +105,15 @@ class TrainingArgs:
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_conv_kernel: int = 0
+    # A learned sink in every head's softmax; what gated linear units add to the ungated half, and
+    # their clamp.
+    sinks: bool = False
+    glu_offset: float = 0.0
+    glu_clamp: float | None = None
+    # YaRN without MLA: whether the range of stretched dimensions is rounded to whole ones.
+    yarn_truncates: bool = True
+    # Residuals that start behind the norms (BLOOM and GPT-2 of Megatron-DeepSpeed).
+    residual_post_norm: bool = False
     # Arguments in use that a family must understand, each with a line that explains it.
     unusual: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -228,8 +239,50 @@ class TrainingArgs:
 
     @property
     def uses_yarn(self) -> bool:
-        """Whether MLA's rotary positions are stretched; the type's default is yarn."""
-        return self.mla and self.rope_type in {None, "yarn"} and self.yarn_factor > 1
+        """Whether rotary positions are stretched by YaRN, which is MLA's default type."""
+        chosen = self.rope_type in {None, "yarn"} if self.mla else self.positions == "yarn"
+        return chosen and self.yarn_factor > 1
+
+    @property
+    def yarn_grows_unusually(self) -> bool:
+        """Whether YaRN multiplies queries and keys by another number than by its factor's."""
+        plain = yarn_scale(self.yarn_factor, 1.0)
+        return self.uses_yarn and self.yarn_growth != plain
+
+    @property
+    def yarn_growth(self) -> float:
+        """What YaRN multiplies rotated queries and keys by (yarn_rotary_pos_embedding.py)."""
+        over = yarn_scale(self.yarn_factor, self.yarn_mscale_all_dim)
+        return yarn_scale(self.yarn_factor, self.yarn_mscale) / over
+
+    @property
+    def layer_windows(self) -> tuple[bool, ...]:
+        """Which layers attend to a window only."""
+        if self.sliding_window is None:
+            return (False,) * self.layers
+        return self.window_layers or (True,) * self.layers
+
+    @property
+    def windows_alternate(self) -> bool:
+        """Whether no layer has a window, or every second one from the first on."""
+        alternating = tuple(layer % 2 == 0 for layer in range(self.layers))
+        return self.sliding_window is None or self.layer_windows == alternating
+
+    @property
+    def mla_scales_plainly(self) -> bool:
+        """Whether MLA's rotary scaling is YaRN with a factor above 1, or none at all.
+
+        Megatron scales the softmax by mscale_all_dim without YaRN too
+        (multi_latent_attention.py); no Hugging Face class does.
+        """
+        if not self.mla or self.uses_yarn or self.yarn_factor == 1:
+            return True
+        return self.rope_type == "rope" and (self.yarn_factor < 1 or not self.yarn_mscale_all_dim)
+
+    @property
+    def normalises_topk(self) -> bool:
+        """Whether the chosen experts' softmax weights are made to sum to 1."""
+        return self.is_moe and self.router_score == "softmax" and not self.router_pre_softmax
 
     @property
     def kv_down_rows(self) -> int:

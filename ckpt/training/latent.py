@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import log
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,8 +78,3 @@ def _softmax_known(fields: Fields) -> bool:
     known = "layernorm_epsilon" in fields.values
     known = known or fields.get("mla_softmax_mscale", default=None) == "mscale_all_dim"
     return mscale == all_dim or known
-
-
-def yarn_scale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude correction, 0.1 * mscale * ln(factor) + 1 (yarn_rotary_pos_embedding.py)."""
-    return 0.1 * mscale * log(factor) + 1.0 if factor > 1 and mscale else 1.0

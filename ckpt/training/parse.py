@@ -12,6 +12,8 @@ from ckpt.training.gemma import gemma
 from ckpt.training.latent import latent_attention
 from ckpt.training.linear import linear_attention
 from ckpt.training.unusual import unusual_arguments, warnings
+from ckpt.training.window import windowed_attention
+from ckpt.training.yarn import plain_yarn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +38,13 @@ def parse_training_args(
             **_experts(fields, sizes),
             **latent_attention(fields),
             **linear_attention(fields, sizes["layers"]),
+            **plain_yarn(fields),
+            **windowed_attention(fields),
             "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
             "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
+            "residual_post_norm": bool(
+                fields.get("apply_residual_connection_post_layernorm", default=False)
+            ),
             "unusual": unusual_arguments(values),
         }
         parsed |= gemma(fields, parsed)
@@ -124,21 +131,13 @@ def _attention(fields: Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
         "groups": groups,
         "head_dim": head_dim or sizes["hidden_size"] // heads,
         "qk_norm": bool(fields.get("qk_layernorm", default=False)),
-        "sliding_window": _window(fields),
         "mla": mla,
     }
 
 
-def _window(fields: Fields) -> int | None:
-    window = fields.get("window_size", default=None)
-    if isinstance(window, list | tuple):
-        return int(window[0]) + 1
-    return None
-
-
 def _block(fields: Fields) -> dict[str, Any]:
     eps = fields.assume("layernorm_epsilon", 1e-5, "norm_epsilon")
-    gated = bool(fields.get("swiglu", default=False) or fields.get("geglu", default=False))
+    gated = any(fields.get(name, default=False) for name in ("swiglu", "geglu", "quick_geglu"))
     disabled = fields.get("disable_bias_linear", default=None)
     bias = fields.get("add_bias_linear", default=True if disabled is None else not disabled)
     name = str(fields.get("normalization", default="LayerNorm"))
@@ -181,7 +180,7 @@ def _activation(fields: Fields, *, gated: bool) -> str:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    positions = fields.get("position_embedding_type", default=None)
+    positions = _position_type(fields.get("position_embedding_type", default=None))
     if positions is None:
         rotary = fields.get("use_rotary_position_embeddings", default=False)
         positions = "rope" if rotary else "learned_absolute"
@@ -197,6 +196,14 @@ def _rope(fields: Fields) -> dict[str, Any]:
         "llama3_scaling": bool(fields.get("use_rope_scaling", default=False)),
         "llama3_factor": float(fields.get("rope_scaling_factor", default=8.0)),
     }
+
+
+def _position_type(value: Any) -> Any:  # noqa: ANN401 - any field
+    """The kind of positions; bigscience's Megatron-DeepSpeed stores an enum (megatron/enums.py)."""
+    name = str(getattr(value, "stub_name", ""))
+    if name.endswith("PositionEmbeddingType") and len(value.args) == 1:
+        value = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(value.args[0], value)
+    return value
 
 
 def _experts(fields: Fields, sizes: Mapping[str, int]) -> dict[str, Any]:

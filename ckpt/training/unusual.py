@@ -42,6 +42,7 @@ UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("apply_residual_connection_post_layernorm", (None, False), "residuals taken after the norm"),
     ("gpt_j_residual", (None, False), "attention and MLP side by side on one residual"),
     ("use_mup", (None, False), "multipliers of maximal-update parametrisation"),
+    ("enable_gpt_oss", (None, False), "ModelOpt's own rotary positions, which are not stored"),
     ("glu_linear_offset", (None, 0, 0.0), "an offset in the gated MLP"),
     ("activation_func_clamp_value", (None,), "a clamped activation"),
     ("moe_mlp_glu_interleave_size", (None, 0), "gate and up rows in turns"),

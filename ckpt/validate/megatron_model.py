@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -38,6 +39,21 @@ _COMMON = {
     "expert_tensor_parallel_size": None,
     "pipeline_model_parallel_layout": None,
     "mtp_num_layers": None,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+}
+# What GPTModel reads from a configuration that does not know it: names of arguments, defaults.
+_YARN = {
+    "yarn_rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
+    "yarn_original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "yarn_beta_fast": ("yarn_beta_fast", 32.0),
+    "yarn_beta_slow": ("yarn_beta_slow", 1.0),
+    "yarn_mscale": ("mscale", 1.0),
+    "yarn_mscale_all_dim": ("mscale_all_dim", 0.0),
+    "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int", True),
 }
 _EXPERTS = {
     "moe_ffn_hidden_size": None,
@@ -112,10 +128,7 @@ def make_config(args, *, te):
     if beyond:
         raise ValueError(f"Megatron-Core alone does not build a model with {', '.join(beyond)}")
     values = _fields(args, _COMMON)
-    gated = args.get("swiglu", False)
-    activation = functional.silu if gated else functional.gelu
-    if args.get("squared_relu"):
-        activation = _squared_relu
+    gated, activation = _activation(args)
     values.update(
         layernorm_epsilon=_either(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
         layernorm_zero_centered_gamma=_either(
@@ -155,9 +168,21 @@ def make_config(args, *, te):
         values["rope_type"] = values["rope_type"] or "yarn"
     names = known.__dataclass_fields__
     config = known(**{name: value for name, value in values.items() if name in names})
+    if args.get("position_embedding_type") == "yarn":
+        for name, (argument, default) in _YARN.items():
+            setattr(config, name, _either(args, name, argument, default=default))
     if args.get("moe_grouped_gemm") and not te:
         config.bf16 = True  # GroupedMLP asserts it; the stand-in multiplies any type
     return config
+
+
+def _activation(args):
+    if args.get("quick_geglu"):
+        return True, quick_gelu
+    if args.get("squared_relu"):
+        return False, _squared_relu
+    gated = args.get("swiglu", False)
+    return gated, functional.silu if gated else functional.gelu
 
 
 def _squared_relu(x):

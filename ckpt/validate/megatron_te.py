@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -131,26 +132,41 @@ class PlainAttention(torch.nn.Module):
         return {}
 
 
-class Attention(_Extra, PlainAttention):
+def _attention_state(module, prefix, sharded_offsets):
+    values = {"_extra_state": _extra()}
+    if getattr(module, "softmax_offset", None) is not None:
+        values["softmax_offset"] = module.softmax_offset
+    return make_sharded_tensors_for_checkpoint(
+        values,
+        prefix,
+        {"softmax_offset": 0},
+        sharded_offsets,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=_data_group(),
+    )
+
+
+class LatentAttention(_Extra, PlainAttention):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        return make_sharded_tensors_for_checkpoint(
-            {"_extra_state": _extra()},
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=_data_group(),
-        )
+        return _attention_state(self, prefix, sharded_offsets)
+
+
+class Attention(_Extra, DotProductAttention):
+    """Megatron's own, with TransformerEngine's entry in the state."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _attention_state(self, prefix, sharded_offsets)
 
 
 class _Grouped(_Extra, torch.nn.Module):
     split = 0  # which axis of an expert's weight the expert-tensor-parallel group cuts
 
     def __init__(
-        self, num_gemms, input_size, output_size, *, config, init_method, pg_collection, **_
+        self, num_gemms, input_size, output_size, *, config, init_method, pg_collection, **options
     ):
         super().__init__()
         self.num_gemms, self.groups = num_gemms, pg_collection
+        self.has_bias, self.returns_bias = options["bias"], options["skip_bias_add"]
         size = [output_size, input_size]
         size[self.split] //= pg_collection.expt_tp.size()
         for index in range(num_gemms):
@@ -158,12 +174,20 @@ class _Grouped(_Extra, torch.nn.Module):
             init_method(weight)
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{index}", weight)
+            if self.has_bias:  # Megatron has expert biases only where no group cuts an expert
+                bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
+                bias.allreduce = weight.allreduce
+                self.register_parameter(f"bias{index}", bias)
 
     def forward(self, x, tokens_per_expert):
         parts = torch.split(x, [int(count) for count in tokens_per_expert])
-        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        done = [functional.linear(x, w) for x, w in zip(parts, weights, strict=True)]
-        return torch.cat(done), None
+        weights, biases = (
+            [getattr(self, f"{kind}{index}", None) for index in range(self.num_gemms)]
+            for kind in ("weight", "bias")
+        )
+        added = [None] * self.num_gemms if self.returns_bias else biases
+        done = [functional.linear(*part) for part in zip(parts, weights, added, strict=True)]
+        return torch.cat(done), biases if self.has_bias and self.returns_bias else None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         values = self.state_dict(prefix="", keep_vars=True)
@@ -175,6 +199,8 @@ class _Grouped(_Extra, torch.nn.Module):
                 f"{index}.weight": values[f"weight{index}"],
                 f"{index}._extra_state": values["_extra_state"],
             }
+            if self.has_bias:
+                local[f"{index}.bias"] = values[f"bias{index}"]
             expert = (len(sharded_offsets), first + index, self.groups.ep.size() * self.num_gemms)
             made = make_sharded_tensors_for_checkpoint(
                 local,
@@ -187,6 +213,8 @@ class _Grouped(_Extra, torch.nn.Module):
             key = f"{first + index}.{prefix}" if single else prefix
             replace_prefix_for_sharding(made, f"{index}.", key)
             result[f"{prefix}weight{index}"] = made[f"{index}.weight"]
+            if self.has_bias:
+                result[f"{prefix}bias{index}"] = made[f"{index}.bias"]
             result[f"{prefix}_extra_state{index or ''}"] = made[f"{index}._extra_state"]
         for item in result.values():
             item.replica_id = (*item.replica_id[:2], self.groups.expt_dp.rank())
@@ -261,6 +289,7 @@ def install_missing(*, mla):
     attention.set_save_original_input = lambda module: None
     if mla:
         LocalSpecProvider.core_attention = lambda self: PlainAttention
+        Provider.core_attention = lambda self: LatentAttention
 
 
 def _replace_fla():
