@@ -180,7 +180,7 @@ def _activation(fields: Fields, *, gated: bool) -> str:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    positions = _position_type(fields.get("position_embedding_type", default=None))
+    positions = fields.get("position_embedding_type", default=None)
     if positions is None:
         rotary = fields.get("use_rotary_position_embeddings", default=False)
         positions = "rope" if rotary else "learned_absolute"
@@ -196,14 +196,6 @@ def _rope(fields: Fields) -> dict[str, Any]:
         "llama3_scaling": bool(fields.get("use_rope_scaling", default=False)),
         "llama3_factor": float(fields.get("rope_scaling_factor", default=8.0)),
     }
-
-
-def _position_type(value: Any) -> Any:  # noqa: ANN401 - any field
-    """The kind of positions; bigscience's Megatron-DeepSpeed stores an enum (megatron/enums.py)."""
-    name = str(getattr(value, "stub_name", ""))
-    if name.endswith("PositionEmbeddingType") and len(value.args) == 1:
-        value = {1: "rope", 2: "learned_absolute", 3: "alibi"}.get(value.args[0], value)
-    return value
 
 
 def _experts(fields: Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
