@@ -309,3 +309,46 @@ def test_a13_a_stage_too_few_stops_the_run(tmp_path, traced):
     edit(source, lambda state: setattr(state["args"], "num_layers", 8))
     with pytest.raises(CkptError, match="8 layers"):
         convert(source, tmp_path / "out")
+
+
+@BOTH
+def test_a25_sizes_and_constants_are_those_of_training(tmp_path, traced, write):
+    """Not those of a famous model: head size, positions, eps, rotary base."""
+    model = TinyModel(
+        "qwen3",
+        args={
+            "hidden_size": 96, "num_attention_heads": 12, "num_query_groups": 3,
+            "kv_channels": 10, "seq_length": 128, "max_position_embeddings": 4096,
+            "layernorm_epsilon": 3e-5, "rotary_base": 500000,
+        },
+    )  # fmt: skip
+    out = convert(write(tmp_path / "run", model, Ranks(tp=3)), tmp_path / "out")
+    assert_traced(out, model, traced)
+    config = json.loads((out / "config.json").read_text())
+    assert config["head_dim"] == 10 != 96 // 12
+    assert config["max_position_embeddings"] == 4096
+    assert config["rms_norm_eps"] == 3e-5
+    assert config["rope_theta"] == 500000
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (12, 3)
+
+
+def test_a27_every_tensor_keeps_its_own_type(tmp_path):
+    """A router trained in fp32 beside bf16 weights stays so; config.json names the main type."""
+    model = TinyModel("mixtral", dtype=torch.bfloat16)
+    source = write_legacy(tmp_path / "run", model, Ranks(tp=2, ep=2))
+
+    def wide(state):
+        for name, value in state["model"].items():
+            if name.endswith("router.weight"):
+                state["model"][name] = value.float() + 1 / 4096
+
+    edit(source, wide)
+    for dtype in ("keep", "bf16"):
+        out = convert(source, tmp_path / dtype, dtype=dtype)
+        found = load_file(out / "model.safetensors")
+        kinds = {name for name, value in found.items() if value.dtype is torch.float32}
+        assert kinds == {f"model.layers.{n}.block_sparse_moe.gate.weight" for n in range(3)}
+        for name in kinds:
+            assert torch.equal(found[name], expected_hf(model)[name].float() + 1 / 4096)
+        config = json.loads((out / "config.json").read_text())
+        assert config["dtype"] == config["torch_dtype"] == "bfloat16"
