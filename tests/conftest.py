@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import transformers.modeling_utils  # noqa: F401 - else each conversion starts a process for it
 
 
 def pytest_addoption(parser):
