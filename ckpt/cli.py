@@ -191,6 +191,9 @@ def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  
     metavar="NAME=VALUE",
     help="Set or replace one training argument; may be repeated.",
 )
+@click.option(
+    "--allow-nonfinite", is_flag=True, help="Convert weights that are NaN or infinite as they are."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output of ckpt.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, and stop.")
 @json_option

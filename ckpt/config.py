@@ -66,6 +66,7 @@ class ConvertOptions:
     vocab_size: Annotated[int, Field(ge=1)] | None = None
     mtp: Literal["keep", "drop"] = "keep"
     overrides: tuple[str, ...] = ()
+    allow_nonfinite: bool = False
     overwrite: bool = False
 
 

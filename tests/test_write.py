@@ -39,7 +39,7 @@ def target_of(tensor, file, steps=(), name="w"):
 
 def written(tmp_path, *targets):
     with Files() as files:
-        report = write_file(tmp_path, NAME, targets, files, Silent())
+        report = write_file(tmp_path, NAME, targets, files, Silent(), allow_nonfinite=True)
     return report, load_file(tmp_path / NAME)
 
 
@@ -86,6 +86,7 @@ def test_a27_casts_round_as_torch_does(tmp_path, monkeypatch, start, to, window)
     under = int(((expected == 0) & (values != 0)).sum())
     assert report.overflowed == ({"w": over} if over else {})
     assert report.underflowed == ({"w": under} if under else {})
+    assert report.nonfinite == {"w": int((~values.isfinite()).sum())}
 
 
 def test_one_plus_a_gain_is_summed_in_fp32(tmp_path):

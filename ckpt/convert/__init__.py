@@ -174,7 +174,7 @@ def carry_out(
             progress.note(f"note: {drift}")
         conversion = prove_conversion(conversion, builder)
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
-        written = _write_weights(conversion, stage, files, progress)
+        written = _write_weights(conversion, options, stage, files, progress)
     with write.disk_faults(stage):
         written += _write_beside(conversion, stage)
         staging.check_written(stage, conversion.files)
@@ -186,7 +186,11 @@ def carry_out(
 
 
 def _write_weights(
-    conversion: Conversion, stage: Path, files: Files, progress: Progress
+    conversion: Conversion,
+    options: ConvertOptions,
+    stage: Path,
+    files: Files,
+    progress: Progress,
 ) -> list[Written]:
     from ckpt.convert import write  # noqa: PLC0415 - planning needs no NumPy
 
@@ -195,7 +199,11 @@ def _write_weights(
     written = []
     for name, specs in conversion.files:
         chosen = [targets[spec.name] for spec in specs]
-        written.append(write.write_file(stage, name, chosen, files, progress))
+        written.append(
+            write.write_file(
+                stage, name, chosen, files, progress, allow_nonfinite=options.allow_nonfinite
+            )
+        )
     progress.finish()
     return written
 

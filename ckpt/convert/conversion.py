@@ -103,6 +103,8 @@ class ConvertReport:
         for kind, tensors in self.section["casts"].items():
             for name, count in tensors.items():
                 lines.append(f"  warning: {count} values {kind} in the cast of {name}")
+        for name, count in self.section["nonfinite"].items():
+            lines.append(f"  warning: {count} values of {name} are NaN or infinite, as stored")
         lines += [f"  note: {note}" for note in self.section["notes"]]
         if not self.section["proof"]["proved"]:
             lines.append(f"  note: not proved: {self.section['proof']['reason']}")
@@ -141,6 +143,7 @@ def describe_outcome(
             "overflowed": {name: n for w in written for name, n in w.overflowed.items()},
             "underflowed": {name: n for w in written for name, n in w.underflowed.items()},
         },
+        "nonfinite": {name: n for w in written for name, n in w.nonfinite.items()},
         "notes": list(conversion.notes),
         "reference": conversion.reference.as_dict() if conversion.reference else None,
         "proof": conversion.proof.as_dict() if conversion.proof else None,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.convert.maps import CastReport, apply_steps
-from ckpt.errors import OutputError, SourceError
+from ckpt.convert.nonfinite import NonfiniteCount
+from ckpt.errors import CkptError, OutputError, SourceError
 from ckpt.manifest import write_json
 from ckpt.shards import header_bytes
 
@@ -47,6 +48,7 @@ class Written:
     sha256: str
     overflowed: dict[str, int] = field(default_factory=dict)
     underflowed: dict[str, int] = field(default_factory=dict)
+    nonfinite: dict[str, int] = field(default_factory=dict)
 
 
 class Files(AbstractContextManager["Files"]):
@@ -211,8 +213,13 @@ def write_file(
     targets: Sequence[Target],
     files: Files,
     progress: Progress,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Written:
-    """Write one safetensors file and its receipt, or keep the finished one of an earlier run."""
+    """Write one safetensors file and its receipt, or keep the finished one of an earlier run.
+
+    Raises SourceError for a tensor with NaN or infinite values unless they are allowed.
+    """
     known = read_receipt(directory, name)
     if known is not None:
         progress.advance(sum(target.spec.nbytes for target in targets))
@@ -220,8 +227,9 @@ def write_file(
     part = directory / f"{name}{PART_SUFFIX}"
     with disk_faults(part):
         try:
-            written = _write_part(part, name, targets, files, progress)
-        except OSError:
+            content = _Content(files, progress, allow_nonfinite=allow_nonfinite)
+            written = _write_part(part, name, targets, content)
+        except (OSError, CkptError):
             part.unlink(missing_ok=True)
             raise
         part.replace(directory / name)
@@ -243,36 +251,68 @@ def disk_faults(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_part(
-    part: Path,
-    name: str,
-    targets: Sequence[Target],
-    files: Files,
-    progress: Progress,
-) -> Written:
-    digest, size, report = hashlib.sha256(), 0, CastReport()
+class _Content:
+    """The bytes to write, target by target, and what was noticed in them."""
+
+    def __init__(self, files: Files, progress: Progress, *, allow_nonfinite: bool) -> None:
+        self._files, self._progress, self._allow = files, progress, allow_nonfinite
+        self.casts = CastReport()
+        self.nonfinite: dict[str, int] = {}
+
+    def of(self, target: Target) -> Iterator[memoryview]:
+        """The target's bytes after its steps, in windows."""
+        found = NonfiniteCount(target.stored)
+        for window in windows(self._files, target):
+            found.add(window)
+            content = window
+            if target.steps:
+                content = apply_steps(
+                    window, target.stored, target.steps, name=target.spec.name, report=self.casts
+                )
+            yield memoryview(content.data).cast("B")
+            self._progress.advance(content.nbytes)
+        if found.count and not self._allow:
+            raise _nonfinite(target, found)
+        if found.count:
+            self.nonfinite[target.spec.name] = found.count
+
+
+def _nonfinite(target: Target, found: NonfiniteCount) -> SourceError:
+    row, at = found.first
+    end = at + target.stored.itemsize
+    copies = (target.copies, *target.further)[row]
+    return SourceError(
+        "weights that are no numbers",
+        file=next(copy.file for copy in copies if any(True for _ in clip(copy, at, end))),
+        tensor=target.spec.name,
+        expected="finite values",
+        found=f"{found.count} that are NaN or infinite",
+        hint="Training may have diverged: take an earlier --iteration, or convert them as they "
+        "are with --allow-nonfinite",
+    )
+
+
+def _write_part(part: Path, name: str, targets: Sequence[Target], content: _Content) -> Written:
+    digest, size = hashlib.sha256(), 0
     with part.open("wb") as stream, ThreadPoolExecutor(1) as hasher:
         pending: Future[None] | None = None
         header = header_bytes([target.spec for target in targets])
         digest.update(header)
         size += stream.write(header)
         for target in targets:
-            for window in windows(files, target):
-                content = window
-                if target.steps:
-                    content = apply_steps(
-                        window, target.stored, target.steps, name=target.spec.name, report=report
-                    )
+            for window in content.of(target):
                 if pending is not None:
                     pending.result()
-                pending = hasher.submit(digest.update, memoryview(content.data).cast("B"))
-                size += stream.write(memoryview(content.data).cast("B"))
-                progress.advance(content.nbytes)
+                pending = hasher.submit(digest.update, window)
+                size += stream.write(window)
         if pending is not None:
             pending.result()
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(name, size, digest.hexdigest(), report.overflowed, report.underflowed)
+    casts = content.casts
+    return Written(
+        name, size, digest.hexdigest(), casts.overflowed, casts.underflowed, content.nonfinite
+    )
 
 
 def read_receipt(directory: Path, name: str) -> Written | None:

@@ -1,0 +1,59 @@
+"""NaN and infinity among stored weights, found by their bits while these pass through memory.
+
+Of a floating type, the values that are no numbers are those with all bits of the exponent set:
+seen as integers, the largest ones of either sign. Two maxima over the window find them, at
+memory speed and without a copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckpt.tensors import DType
+
+# The smallest positive bit pattern that is no number; E4M3FN has no infinity.
+_FIRST = {
+    DType.F64: 0x7FF0000000000000,
+    DType.F32: 0x7F800000,
+    DType.BF16: 0x7F80,
+    DType.F16: 0x7C00,
+    DType.F8_E4M3: 0x7F,
+    DType.F8_E5M2: 0x7C,
+}
+
+
+def find_nonfinite(window: np.ndarray, dtype: DType) -> np.ndarray:
+    """Places of NaN and infinite elements in the bytes of ``window``, counted in elements."""
+    first = _FIRST.get(dtype)
+    if first is None or not window.size:
+        return np.empty(0, np.int64)
+    size = dtype.itemsize
+    bits = window.reshape(-1).view(f"u{size}")
+    sign = 1 << (8 * size - 1)
+    if bits.view(f"i{size}").max() < first and bits.max() < (first | sign):
+        return np.empty(0, np.int64)
+    return np.flatnonzero((bits & bits.dtype.type(sign - 1)) >= first)
+
+
+class NonfiniteCount:
+    """Counts them for one tensor, window by window.
+
+    ``first`` is where the first one lies: which rank's copy, where several are combined, and
+    the byte of the tensor.
+    """
+
+    def __init__(self, dtype: DType) -> None:
+        """None is found yet in elements of ``dtype``."""
+        self._dtype = dtype
+        self._done = 0
+        self.count = 0
+        self.first = (0, 0)
+
+    def add(self, window: np.ndarray) -> None:
+        """Look at the next window of stored bytes; it may have a row for each rank's copy."""
+        places, width = find_nonfinite(window, self._dtype), window.shape[-1]
+        if len(places) and not self.count:
+            row, byte = divmod(int(places[0]) * self._dtype.itemsize, width)
+            self.first = (row, self._done + byte)
+        self.count += len(places)
+        self._done += width
