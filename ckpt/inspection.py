@@ -90,6 +90,9 @@ def _inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
 
 def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
     """Family and completeness, or what stands in the way."""
+    if not checkpoint.args:
+        reason = f"the checkpoint holds no training arguments: {checkpoint.missing_args}"
+        return {"convertible": False, "reason": reason, "notes": list(checkpoint.notes)}
     try:
         refuse_foreign([tensor.name for tensor in checkpoint.tensors], checkpoint.args)
         args = parse_training_args(checkpoint.args, checkpoint.shapes)

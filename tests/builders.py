@@ -403,7 +403,7 @@ def write_torch_dist(
     if edit:
         edit(items, state)
     if common == "common_state":
-        objects["common_state"] = [state]
+        objects["common_state/shard_0_1"] = [state]
     directory = root / f"iter_{iteration:07d}"
     directory.mkdir(parents=True)
     if common == "common.pt":

@@ -209,3 +209,12 @@ def test_a28_optimizer_states_are_not_read(tmp_path):
     checkpoint = open_source(write_legacy(tmp_path / "run", MODEL, edit=edit))
     held = sum(shard.view.nbytes for tensor in checkpoint.tensors for shard in tensor.shards)
     assert held == sum(tensor.nbytes for tensor in megatron_tensors(MODEL, 1).values())
+
+
+def test_a_state_dict_that_holds_itself_is_an_error_and_no_bug(tmp_path):
+    def edit(state, _tp, _pp):
+        state["model"]["decoder"] = {"again": state["model"]}
+
+    source = write_legacy(tmp_path / "run", MODEL, edit=edit)
+    with pytest.raises(SourceError, match="more than 32 deep"):
+        open_source(source)

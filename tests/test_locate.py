@@ -9,8 +9,10 @@ from ckpt.sources.locate import TRACKER, detect_format, locate, rank_directory
 
 MARKERS = {
     "torch_dist": ".metadata",
+    "torch_dcp": ".metadata",
     "torch": "mp_rank_00/model_optim_rng.pt",
     "deepspeed": "mp_rank_00_model_states.pt",
+    "zarr": "metadata.json",
 }
 
 
@@ -18,6 +20,9 @@ def complete(directory, kind="torch_dist"):
     file = directory / MARKERS[kind]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"")
+    backend = {"torch_dist": "torch_dist", "zarr": "zarr"}.get(kind)
+    if backend:
+        (directory / "metadata.json").write_text(f'{{"sharded_backend": "{backend}"}}')
     return directory
 
 
@@ -96,7 +101,7 @@ def test_a19_without_a_tracker_a_single_complete_iteration_is_taken_and_said(tmp
     ("names", "message"),
     [
         ([], "directory is empty"),
-        (["weights/", "context/"], "NeMo checkpoint"),
+        (["weights/", "context/"], "NeMo checkpoint, and .*weights is incomplete"),
         (["config.json"], "Hugging Face model"),
         (["iter_0000010/"], "no complete iteration, only iter_0000010"),
         (["notes.txt", "plots/"], r"no Megatron checkpoint here \(found notes.txt, plots\)"),
@@ -133,3 +138,74 @@ def test_a_path_that_is_no_directory_is_named(tmp_path):
 )
 def test_ranks_are_read_from_directory_names(name, numbers):
     assert rank_directory(name) == numbers
+
+
+def megatron(directory):
+    directory.mkdir(parents=True)
+    (directory / ".metadata").write_bytes(b"")
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return directory
+
+
+def explained(path):
+    with pytest.raises(SourceError) as caught:
+        locate(path)
+    return str(caught.value)
+
+
+def test_a19_a_nemo_checkpoint_names_the_path_of_its_weights(tmp_path):
+    """Whether the checkpoint's own directory is given or its context."""
+    nemo = tmp_path / "model--val_loss=1.2-step=99-last"
+    weights = megatron(nemo / "weights")
+    (nemo / "context").mkdir()
+    (nemo / "context" / "model.yaml").write_text("")
+    assert f"a NeMo checkpoint. Give its Megatron checkpoint, {weights}" in explained(nemo)
+    assert f"holds no weights. Give {weights}" in explained(nemo / "context")
+    assert locate(weights).format == "torch_dist"
+    (weights / ".metadata").unlink()
+    assert f"{weights} is incomplete" in explained(nemo)
+
+
+@pytest.mark.parametrize("place", ["dist_ckpt", "model/dist_ckpt"])
+@pytest.mark.parametrize("above", ["", "global_step_20", "global_step_20/actor"])
+def test_a19_a_verl_run_names_the_paths_of_its_weights(tmp_path, place, above):
+    """From its root, a step or the actor; both layouts; every candidate and no choice."""
+    found = [megatron(tmp_path / f"global_step_{n}" / "actor" / place) for n in (20, 100)]
+    (tmp_path / "global_step_100" / "actor" / "huggingface").mkdir()
+    (tmp_path / TRACKER).write_text("100")
+    text = explained(tmp_path / above)
+    assert "a verl run" in text
+    assert str(found[0]) in text
+    assert (str(found[1]) in text) == (above == "")
+    assert locate(found[0]).format == "torch_dist"
+
+
+def test_a19_a_verl_run_of_another_kind_says_which(tmp_path):
+    """Weights that are a Hugging Face model already, FSDP's own shards, and none."""
+    actor = tmp_path / "global_step_20" / "actor"
+    (actor / "model" / "huggingface").mkdir(parents=True)
+    assert "a verl run without weights" in explained(tmp_path)
+    (actor / "model" / "huggingface" / "model.safetensors").write_bytes(b"")
+    assert f"Hugging Face models already. See {actor / 'model' / 'huggingface'}" in explained(actor)
+    (actor / "model_world_size_8_rank_0.pt").write_bytes(b"")
+    assert f"--backend fsdp --local_dir {actor}" in explained(tmp_path)
+
+
+def test_a19_an_iteration_whose_index_is_missing_is_incomplete_and_not_empty(tmp_path):
+    """The iteration's own directory is given."""
+    directory = tmp_path / "iter_0000010"
+    directory.mkdir()
+    (directory / "__0_0.distcp").write_bytes(b"")
+    assert "interrupted or is still going on: .distcp files without .metadata" in explained(
+        directory
+    )
+
+
+@pytest.mark.parametrize("text", ["20", "global_step20", "20\n"])
+def test_a19_deepspeed_steps_are_found_by_their_own_tracker(tmp_path, text):
+    for number in (10, 20, 30):
+        complete(tmp_path / f"global_step{number}", "deepspeed")
+    (tmp_path / "latest").write_text(text)
+    located = locate(tmp_path)
+    assert located.iteration == 20
+    assert "global_step30 came later" in located.notes[0]

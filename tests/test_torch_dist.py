@@ -140,8 +140,8 @@ def test_an_item_that_is_no_tensor_is_refused(tmp_path):
 def test_a14_what_holds_no_arguments_is_refused(tmp_path):
     """common.pt without args, and a common.pt that is no dictionary."""
     source = write_torch_dist(tmp_path / "run", MODEL, edit=lambda _, common: common.pop("args"))
-    with pytest.raises(SourceError, match="no training arguments"):
-        open_source(source)
+    with pytest.raises(SourceError, match="no training arguments: the common state has no args"):
+        plan_conversion(source, ConvertOptions())
     (file,) = source.glob("iter_*/common.pt")
     torch.save([1, 2], file)
     with pytest.raises(SourceError, match="not a dictionary"):

@@ -299,3 +299,81 @@ def test_the_refused_list_is_written_as_pickles_that_would_have_run():
         content = form("builtins", "len", "abc")
         pickletools.dis(content, out=io.StringIO())
         assert pickle.loads(content) == 3
+
+
+GIGABYTES = 2**33
+SMALL_BOMBS: dict[str, bytes] = {
+    "bytes": b"\x80\x04\x8e" + GIGABYTES.to_bytes(8, "little") + b".",
+    "bytes in four": b"\x80\x04B" + (2**32 - 1).to_bytes(4, "little") + b".",
+    "text": b"\x80\x04\x8d" + GIGABYTES.to_bytes(8, "little") + b".",
+    "bytearray": b"\x80\x05\x96" + GIGABYTES.to_bytes(8, "little") + b".",
+    "integer": b"\x80\x04\x8b" + (2**31 - 1).to_bytes(4, "little") + b".",
+    "frame": b"\x80\x04\x95" + GIGABYTES.to_bytes(8, "little") + b"N.",
+    "number of an object": b"\x80\x02Nr" + (2**28).to_bytes(4, "little") + b".",
+    "number of an object as text": b"Np268435456\n.",
+    "bytes of a length": b"\x80\x04cbuiltins\nbytes\n\x8a\x05\x00\x00\x00\x00\x02\x85R.",
+    "bytearray of a length": b"\x80\x04cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.",
+    "list of a range": b"\x80\x04cbuiltins\nlist\ncbuiltins\nrange\nJ\x00\x00\x00\x7f\x85R\x85R.",
+    "shape of a range": b"\x80\x04ctorch\nSize\ncbuiltins\nrange\nJ\x00\x00\x00\x7f\x85R\x85R.",
+    "queue of a range": b"\x80\x04ccollections\ndeque\ncbuiltins\nrange\nJ\x00\x00\x00\x7f"
+    b"\x85R\x85R.",
+}
+
+
+def doubled(start: bytes, step: bytes, times: int = 40) -> bytes:
+    """A pickle in which each step refers to the one before it twice."""
+    return b"\x80\x04" + start + (b"q\x00" + step) * times + b"."
+
+
+SMALL_BOMBS["path of paths"] = doubled(
+    b"X\x04\x00\x00\x00aaaa", b"0cpathlib\nPurePosixPath\nh\x00h\x00\x86R"
+)
+SMALL_BOMBS["text of nested lists"] = (
+    b"\x80\x04cbuiltins\nstr\n]" + b"q\x00]h\x00ah\x00a" * 40 + b"\x85R."
+)
+
+
+@pytest.mark.parametrize("name", SMALL_BOMBS)
+def test_a_small_pickle_that_asks_for_gigabytes_is_refused_before_they_are_taken(name):
+    """CPython would allocate them first and look for the bytes later."""
+    import tracemalloc
+
+    content = SMALL_BOMBS[name]
+    assert len(content) < 2000
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match=r"x\.pt: damaged or foreign pickle"):
+            Reader().load(content, file="x.pt")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_numpy_arrays_of_any_shape_are_kept_as_what_was_written():
+    """No array is made of a shape."""
+    content = pickle.dumps({"ids": np.arange(3)}, protocol=2)
+    vast = content.replace(b"K\x03\x85", b"\x8a\x06\x00\x00\x00\x00\x00\x10\x85")
+    assert vast != content  # the shape (3,) is now (2**44,)
+    for pickled in (content, vast):
+        assert set(Reader().load(pickled, file="x.pt")) == {"ids"}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_the_look_before_loading_ends_where_the_pickle_does(protocol):
+    """Every opcode that Python writes, and bytes that follow."""
+    from ckpt.sources.pickle_scan import pickle_end
+
+    value = {
+        "text": ["", "a" * 300, "ä\n" * 70000],
+        "bytes": [b"", b"." * 300, bytearray(b"\n" * 70000)],
+        "numbers": [0, 255, 256, 2**16, -1, 2**31, 2**70, -(2**3000), 1.5, True, None],
+        "many": [tuple(range(n)) for n in range(600)],
+        "sets": [{1, 2}, frozenset({3})],
+        "name": collections.OrderedDict(a=argparse.Namespace(b=signal.SIGTERM)),
+    }
+    content = pickle.dumps(value, protocol=protocol)
+    assert pickle_end(content + b"more.") == len(content)
+    assert pickle_end(b"x" * 7 + content + b"more.", 7) == 7 + len(content)
+    for cut in (1, len(content) // 2, len(content) - 1):
+        with pytest.raises(ValueError, match=r"no end|claims"):
+            pickle_end(content[:cut])

@@ -186,8 +186,8 @@ def test_a14_without_common_pt_the_arguments_are_asked_for(tmp_path):
     source = write_zarr(tmp_path / "run", MODEL, Ranks())
     (file,) = source.glob("iter_*/common.pt")
     file.unlink()
-    with pytest.raises(SourceError, match=r"arguments are missing: no common\.pt"):
-        open_source(source)
+    with pytest.raises(SourceError, match=r"no training arguments: no common\.pt.*--set"):
+        plan_conversion(source, ConvertOptions())
 
 
 def test_a19_an_interrupted_save_is_no_checkpoint(tmp_path):

@@ -19,12 +19,14 @@ import itertools
 import json
 import re
 import signal
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tiny_families_a
 import tiny_families_b
 import torch
+import torch.distributed.checkpoint as dcp
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
 from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
@@ -595,7 +597,7 @@ def write_torch_dist(
     if common == "common.pt":
         torch.save(state, directory / "common.pt")
     else:
-        objects["common_state"] = [state]
+        objects["common_state/shard_0_1"] = [state]
     save_dist(directory, items, objects)
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (root / TRACKER).write_text(str(iteration))
@@ -756,6 +758,89 @@ def _write_array(path: Path, entry: Item, separator: str, *, cut_short: bool) ->
         file.write_bytes(full.view(torch.uint8).numpy().tobytes())
 
 
+# --- the state dict saved by PyTorch's own DCP ------------------------------------------------
+
+
+def write_dcp(
+    root: Path,
+    model: TinyModel,
+    *,
+    te: bool = False,
+    fsdp: bool = False,
+    world: int = 1,
+    iteration: int = 7,
+    edit: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
+    """A run's directory in the ``torch_dcp`` format, or under ``fsdp`` in ``fsdp_dtensor``.
+
+    With ``world`` ranks, each a process, weights are DTensors cut along their first dimension,
+    also where that does not divide. ``edit(state)`` may change what is saved.
+    """
+    args = training_args(model, Ranks(), te=te, format_="fsdp_dtensor" if fsdp else "torch_dcp")
+    names = _names(model, te=te)
+    weights = {}
+    for item in tensors(model):
+        value = whole(model, item, 1)
+        split = fsdp and model.values.swiglu and item.kind == "gate_up"
+        halves = value.chunk(2) if split else (value,)
+        for suffix, half in zip(("_w", "_v") if len(halves) == 2 else ("",), halves, strict=True):
+            weights[f"module.{_grouped_name(names[item.name], te=te)}{suffix}"] = half.clone()
+    state = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "model": weights,
+        "optimizer": {"state": {name: torch.zeros(7) for name in weights}},
+        "opt_param_scheduler": {"max_lr": 1e-4},
+        "rng_state": {"(0, 0)": [{"torch_rng_state": torch.zeros(9, dtype=torch.uint8)}]},
+        "num_floating_point_operations_so_far": 1.5,
+    }
+    if edit:
+        edit(state)
+    directory = root / f"iter_{iteration:07d}"
+    directory.mkdir(parents=True)
+    if world == 1:
+        save_alone(state, directory)
+    else:
+        store = root / "store"
+        torch.multiprocessing.spawn(_save_rank, (world, store, state, directory), nprocs=world)
+        store.unlink(missing_ok=True)
+    (root / TRACKER).write_text(str(iteration))
+    return root
+
+
+def save_alone(state: dict[str, Any], directory: Path) -> None:
+    """Save a state dict from this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=directory, no_dist=True)
+
+
+def _grouped_name(name: str, *, te: bool) -> str:
+    return re.sub(r"\.local_experts\.(\d+)\.(\w+)\.weight$", r".\2.weight\1", name) if te else name
+
+
+def _save_rank(rank: int, world: int, store: Path, state: dict[str, Any], directory: Path) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    address = f"file://{store}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    model = {name: distribute_tensor(value, mesh, [Shard(0)])
+             for name, value in state["model"].items()}  # fmt: skip
+    dcp.save({**state, "model": model}, checkpoint_id=directory)
+    torch.distributed.destroy_process_group()
+
+
+def _write_torch_dcp(root, model, _ranks, *, te: bool, grouped: bool = False) -> Path:
+    return write_dcp(root, model, te=te or grouped)
+
+
+def _write_fsdp_dtensor(root, model, _ranks, *, te: bool, grouped: bool = False) -> Path:
+    return write_dcp(root, model, te=te or grouped, fsdp=True)
+
+
 @dataclass(frozen=True)
 class Writer:
     """A format's writer, which models such a program trains, and whether it keeps them in fp32."""
@@ -770,4 +855,6 @@ WRITERS: dict[str, Writer] = {
     "torch": Writer(write_legacy),
     "torch_dist": Writer(write_torch_dist),
     "zarr": Writer(write_zarr),
+    "torch_dcp": Writer(_write_torch_dcp),
+    "fsdp_dtensor": Writer(_write_fsdp_dtensor),
 }

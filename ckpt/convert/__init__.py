@@ -20,7 +20,7 @@ from ckpt.convert.reference import (
     copied_files,
     read_reference,
 )
-from ckpt.errors import FamilyError, OptionsError
+from ckpt.errors import FamilyError, OptionsError, SourceError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.metamodel import ModelBuilder
 from ckpt.progress import Progress, Silent
@@ -28,7 +28,7 @@ from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_co
 from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.tensors import DType
-from ckpt.training import TrainingArgs, parse_overrides, parse_training_args
+from ckpt.training import TrainingArgs, lacking_arguments, parse_overrides, parse_training_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +54,21 @@ REFERENCE_NAME = "ckpt-reference.safetensors"
 _DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 
 
+def training_values(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored training arguments with the user's own in their place.
+
+    Raises SourceError where nothing is stored and the user's do not say everything.
+    """
+    lacking = () if checkpoint.args else lacking_arguments(overrides)
+    if lacking:
+        raise SourceError(
+            f"the checkpoint holds no training arguments: {checkpoint.missing_args}",
+            file=checkpoint.directory,
+            hint="Or supply them all: " + " ".join(f"--set {name}=VALUE" for name in lacking),
+        )
+    return {**checkpoint.args, **overrides}
+
+
 def plan_conversion(
     source: Path, options: ConvertOptions, *, iteration: IterationChoice = "latest"
 ) -> Conversion:
@@ -67,7 +82,7 @@ def plan_conversion(
 
 
 def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
-    values = {**checkpoint.args, **parse_overrides(options.overrides)}
+    values = training_values(checkpoint, parse_overrides(options.overrides))
     refuse_foreign([tensor.name for tensor in checkpoint.tensors], values)
     args = parse_training_args(values, checkpoint.shapes)
     if options.mtp == "drop":

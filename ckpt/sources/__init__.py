@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckpt.sources import deepspeed, legacy, torch_dist, universal, zarr, zero
+from ckpt.sources import deepspeed, legacy, torch_dcp, torch_dist, universal, zarr, zero
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
 
@@ -25,6 +25,8 @@ FORMATS: dict[str, SourceFormat] = {
     "torch_dist": torch_dist,
     "torch": legacy,
     "zarr": zarr,
+    "torch_dcp": torch_dcp,
+    "fsdp_dtensor": torch_dcp,
     "deepspeed": deepspeed,
     "deepspeed_zero3": zero,
     "deepspeed_universal": universal,

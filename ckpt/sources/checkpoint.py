@@ -37,6 +37,7 @@ class Checkpoint:
     ``args`` are the training arguments as plain values. ``tensors`` are under canonical
     names with global layer and expert numbers, in the order of the names' first mention.
     ``shapes`` gives each one's whole shape where it is known without the layout rules.
+    ``missing_args`` says where to look for them when there are none.
     ``files`` are all files that a conversion may read; ``metadata_files`` those whose
     content (not only size and time) identifies the checkpoint. ``raw_names`` are the tensors'
     names as they are stored, where these differ from rank to rank none.
@@ -55,6 +56,7 @@ class Checkpoint:
     foreign_classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     raw_names: tuple[str, ...] = field(default=())
+    missing_args: str = ""
 
     def dtypes(self) -> dict[DType, int]:
         """How many tensors have each element type."""

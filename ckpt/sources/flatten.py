@@ -10,11 +10,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries of nested state dicts with dotted names."""
+_DEEPEST = 32
+
+
+def flatten(
+    state: Mapping[str, Any], prefix: str = "", *, depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Entries of nested state dicts with dotted names; SourceError for one that has no end."""
+    if depth > _DEEPEST:
+        raise SourceError(f"dictionaries in dictionaries, more than {_DEEPEST} deep", tensor=prefix)
     for key, value in state.items():
         if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.", depth=depth + 1)
         else:
             yield f"{prefix}{key}", value
 

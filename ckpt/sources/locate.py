@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.errors import SourceError
+from ckpt.sources.foreign import explain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,8 @@ def detect_format(directory: Path) -> str | None:
     if _sharded_backend(directory) == "zarr":
         return "zarr"
     if (directory / ".metadata").is_file():
-        return "torch_dist"
+        megatron = any((directory / name).is_file() for name in (CONFIG, "common.pt"))
+        return "torch_dist" if megatron else "torch_dcp"
     ranks = [path for path in directory.glob("mp_rank_*") if _RANK.fullmatch(path.name)]
     if any((path / "model_optim_rng.pt").is_file() for path in ranks):
         return "torch"
@@ -75,6 +77,9 @@ def locate(path: Path, iteration: IterationChoice = "latest") -> Located:
     if kind is not None:
         return _given_iteration(path, kind, iteration)
     found = _iterations(path)
+    if not found:
+        meaning = explain(path, detect_format)
+        raise SourceError(meaning.message, file=path, hint=meaning.hint)
     complete = {name: directory for name, directory in found.items() if detect_format(directory)}
     if iteration != "latest":
         return _chosen(path, iteration, found, complete)
@@ -173,21 +178,8 @@ def _without_tracker(
             file=root,
             hint=_advice(complete),
         )
-    if found:
-        names = ", ".join(path.name for path in found.values())
-        raise SourceError(f"no complete iteration, only {names}", file=root)
-    raise SourceError(_foreign(root), file=root, hint="Give a Megatron run's --save directory")
-
-
-def _foreign(root: Path) -> str:
-    names = {path.name for path in root.iterdir()}
-    if not names:
-        return "the directory is empty"
-    if {"weights", "context"} <= names:
-        return "a NeMo checkpoint; the Megatron checkpoint is in its weights/ directory"
-    if "config.json" in names:
-        return "a Hugging Face model, not a Megatron checkpoint"
-    return f"no Megatron checkpoint here (found {', '.join(sorted(names)[:5])})"
+    names = ", ".join(path.name for path in found.values())
+    raise SourceError(f"no complete iteration, only {names}", file=root)
 
 
 def _content(directory: Path) -> str:

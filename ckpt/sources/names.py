@@ -19,7 +19,8 @@ SKIPPED: tuple[tuple[str, str], ...] = (
     (r"(.*\.)?local_tokens_per_expert", "router statistics of training"),
     (r"(.*\.)?(rotary_pos_emb|rotary_emb)\.(inv_freq|cos_cached|sin_cached)", "recomputed"),
     (r"(chained_\d+\.)?optimizer\..*", "optimizer state"),
-    (r"(rng_state|rerun_state_machine_state|opt_param_scheduler|iteration)(/.*)?", "trainer state"),
+    (r"(.*\.)?rng_state(/.*)?", "trainer state"),
+    (r"(rerun_state_machine_state|opt_param_scheduler|iteration)(/.*)?", "trainer state"),
 )
 
 _OLD: tuple[tuple[str, str], ...] = (

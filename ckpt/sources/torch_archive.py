@@ -285,14 +285,14 @@ def _read_legacy(file: Path, stream: Any, reader: Reader, size: int) -> TorchArc
     if head[:1] != b"\x80":
         raise SourceError("not a file of torch.save", file=file)
     stream.seek(0)
-    if reader.load_stream(stream, file=str(file)) != _LEGACY_MAGIC:
+    if reader.load_next(stream, file=str(file)) != _LEGACY_MAGIC:
         raise SourceError("not a file of torch.save", file=file)
-    reader.load_stream(stream, file=str(file))
-    reader.load_stream(stream, file=str(file))
+    reader.load_next(stream, file=str(file))
+    reader.load_next(stream, file=str(file))
     storages: dict[str, StorageRef] = {}
-    root = reader.load_stream(stream, file=str(file))
+    root = reader.load_next(stream, file=str(file))
     _collect_storages(root, storages)
-    keys = reader.load_stream(stream, file=str(file))
+    keys = reader.load_next(stream, file=str(file))
     members: dict[str, Member] = {}
     for key in keys:
         count = int.from_bytes(stream.read(8), "little")

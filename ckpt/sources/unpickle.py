@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import gc
 import io
+import mmap
 import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckpt.errors import SourceError, UnsafePickleError
+from ckpt.sources.pickle_scan import pickle_end
+from ckpt.sources.pickle_values import encode, join_path, to_bytes, to_text
 from ckpt.tensors import DType
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ _INERT_CLASSES = {
     ("uuid", "UUID"),
     ("decimal", "Decimal"),
     ("fractions", "Fraction"),
+    ("builtins", "range"),  # a list of it could be of any length
 }
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath"}
 _RECORDS = {"Metadata", "MetadataIndex", "ChunkStorageMetadata", "_StorageInfo"}
@@ -98,9 +102,9 @@ _BUILTINS: dict[str, Any] = {
     "int": int,
     "float": float,
     "bool": bool,
-    "str": str,
-    "bytes": bytes,
-    "bytearray": bytearray,
+    "str": to_text,
+    "bytes": to_bytes,
+    "bytearray": to_bytes,
     "complex": complex,
     "list": list,
     "dict": dict,
@@ -108,7 +112,6 @@ _BUILTINS: dict[str, Any] = {
     "set": set,
     "frozenset": frozenset,
     "slice": slice,
-    "range": range,
     "object": object,
 }
 
@@ -227,9 +230,18 @@ class Reader:
 
         Raises UnsafePickleError for code that no checkpoint needs, SourceError for damage.
         """
-        # The unpickler takes what it can peek at, and else asks for every few bytes by themselves.
-        stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)
-        return self.load_stream(stream, file=file)
+        try:
+            pickle_end(content)
+            # The unpickler takes what it can peek at, else asks for every few bytes by themselves.
+            stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)
+            with unhurried_collector():
+                return _Unpickler(stream, self).load()
+        except UnsafePickleError as error:
+            error.file = file
+            raise
+        except Exception as error:
+            message = f"damaged or foreign pickle: {type(error).__name__}: {error}"
+            raise SourceError(message, file=file, hint="Copy the file again") from error
 
     def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
         """As ``load``, but the object's last attribute, a list called ``field``, becomes None.
@@ -246,17 +258,17 @@ class Reader:
                 return self.load(content[:at] + mark + rest, file=file)
         return self.load(content, file=file)
 
-    def load_stream(self, stream: Any, *, file: str) -> Any:  # noqa: ANN401 - as above
-        """The next object of a stream of pickles."""
+    def load_next(self, stream: BinaryIO, *, file: str) -> Any:  # noqa: ANN401 - as above
+        """The next object of a file of several pickles; the stream then stands behind it."""
+        start = stream.tell()
         try:
-            with unhurried_collector():
-                return _Unpickler(stream, self).load()
-        except UnsafePickleError as error:
-            error.file = file
-            raise
-        except Exception as error:
-            message = f"damaged or foreign pickle: {type(error).__name__}: {error}"
-            raise SourceError(message, file=file, hint="Copy the file again") from error
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = pickle_end(content, start)
+                pickled = content[start:end]
+        except ValueError as error:
+            raise SourceError(f"damaged pickle: {error}", file=file) from error
+        stream.seek(end)
+        return self.load(pickled, file=file)
 
     def stub(self, module: str, name: str, base: type = Stub) -> type:
         """The inert stand-in of one foreign class; the same for each use of the name."""
@@ -297,7 +309,7 @@ class _Unpickler(pickle.Unpickler):
         if root == "torch" and (found := _torch_name(module, name)) is not None:
             return found
         if root == "pathlib" and name in _PATHS:
-            return _join_path
+            return join_path
         if (module, name) in _INERT_FUNCTIONS | _INERT_CLASSES:
             return self._reader.stub(module, name)
         if module.startswith("torch.distributed.checkpoint.") and name.lstrip("_")[:1].isupper():
@@ -355,14 +367,6 @@ def _rebuild_from_type(
     return _rebuild_tensor_v3(*args) if rebuild is _rebuild_tensor_v3 else Stub(*args)
 
 
-def _join_path(*parts: str) -> str:
-    return "/".join(parts) or "."
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    return text.encode(encoding if encoding in {"latin1", "utf-8", "ascii"} else "latin1")
-
-
 def _reconstruct(kind: Callable[..., object], _base: object, _state: object) -> object:
     return kind() if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread) else Stub()
 
@@ -390,7 +394,7 @@ _SPECIAL: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): encode,
     ("copyreg", "_reconstructor"): _reconstruct,
     ("copyreg", "__newobj__"): _new_object,
 }

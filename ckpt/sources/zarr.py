@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import SourceError
 from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, parallelism_of
-from ckpt.sources.common_state import ARGS_HINT, COMMON_FILE, plain_args, read_common_file
+from ckpt.sources.common_state import COMMON_FILE, read_common_file, stored_args
 from ckpt.sources.global_tensors import model_tensors
 from ckpt.sources.unpickle import Reader
 from ckpt.tensors import DType, Shard, SourceTensor, View, contiguous_strides
@@ -79,11 +79,8 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     del spans
     directory, reader = located.directory, Reader()
     common = directory / COMMON_FILE
-    if not common.is_file():
-        raise SourceError(
-            f"the training arguments are missing: no {COMMON_FILE}", file=directory, hint=ARGS_HINT
-        )
-    args = plain_args(read_common_file(common, reader))
+    found = read_common_file(common, reader) if common.is_file() else None
+    args = stored_args(found, directory)
     keys, skipped = _list_keys(directory)
     stored = [_tensor(key) for key in keys]
     tensors = model_tensors(stored)
@@ -92,15 +89,20 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
         format="zarr",
         directory=directory,
         iteration=located.iteration,
-        args=args,
-        parallelism=parallelism_of(args),
+        args=args.values,
+        missing_args=args.missing,
+        parallelism=parallelism_of(args.values),
         tensors=tensors,
         shapes={tensor.name: tensor.shape for tensor in tensors},
         skipped=names.count_skipped(skipped),
         files=tuple(sorted(Path(view.file) for view in views)),
-        metadata_files=(common, *(key / HEADER for key in keys)),
+        metadata_files=(
+            *((common,) if found else ()),
+            *args.files,
+            *(key / HEADER for key in keys),
+        ),
         foreign_classes=reader.foreign_classes,
-        notes=located.notes,
+        notes=(*located.notes, *args.notes),
         raw_names=tuple(key.name for key in keys),
     )
 

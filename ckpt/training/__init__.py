@@ -6,8 +6,14 @@ derived from the tensors' shapes where these leave no doubt, or asked for.
 """
 
 from ckpt.training.args import TrainingArgs
-from ckpt.training.overrides import parse_overrides
+from ckpt.training.overrides import lacking_arguments, parse_overrides
 from ckpt.training.parse import parse_training_args
 from ckpt.training.yarn import yarn_scale
 
-__all__ = ["TrainingArgs", "parse_overrides", "parse_training_args", "yarn_scale"]
+__all__ = [
+    "TrainingArgs",
+    "lacking_arguments",
+    "parse_overrides",
+    "parse_training_args",
+    "yarn_scale",
+]
