@@ -208,3 +208,17 @@ def test_damaged_bytes_of_the_index_never_escape_as_a_bug(tmp_path_factory, data
     index_of(source).write_bytes(content)
     with contextlib.suppress(CkptError):
         plan_conversion(source, ConvertOptions())
+
+
+def test_a20_an_object_of_no_known_kind_is_refused_by_name(tmp_path):
+    """What is stored beside the tensors may change what the model computes."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    def change(metadata):
+        metadata.state_dict_metadata["decoder.adapters/shard_0_1"] = BytesStorageMetadata()
+
+    source = write_torch_dist(tmp_path / "run", MODEL)
+    change_index(source, change)
+    for spans in (True, False):
+        with pytest.raises(SourceError, match=r"no known kind: decoder\.adapters/shard_0_1"):
+            open_source(source, spans=spans)
