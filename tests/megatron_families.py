@@ -253,6 +253,13 @@ FAMILIES: dict[str, dict[str, object]] = {
         post_self_attn_layernorm=True,
         post_mlp_layernorm=True,
     ),
+    "olmoe": dict(
+        **MOE,
+        hidden_size=192,  # Hugging Face's class has no head size of its own
+        qk_layernorm=True,
+        full_width_qk_norm=True,
+        moe_router_pre_softmax=True,
+    ),
     "minimax": dict(
         **MOE,
         qk_layernorm=True,

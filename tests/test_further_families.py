@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_megatron import Ranks, TinyModel, write_legacy
+from tiny_megatron import Ranks, TinyModel, write_legacy, write_torch_dist
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import plan_conversion
@@ -32,6 +32,18 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_over_each(tmp_path):
     with pytest.raises(PlanError, match=r"expected 16 \(head_dim\), found 192") as caught:
         plan_conversion(source, ConvertOptions())
     assert caught.value.tensor == NORM.format("q")
+
+
+def test_a_stored_shape_tells_norms_over_all_heads(tmp_path):
+    """torch_dist says it, rank files do not: there OLMoE looks like Qwen 3 and is asked for."""
+    model = TinyModel("olmoe")
+    source = write_torch_dist(tmp_path / "dist", model, Ranks(), te=True)
+    assert plan_conversion(source, ConvertOptions()).architecture.name == "olmoe"
+    source = write_legacy(tmp_path / "run", model, Ranks(), te=True)
+    with pytest.raises(PlanError, match="Another --family may fit"):
+        plan_conversion(source, ConvertOptions())
+    chosen = plan_conversion(source, ConvertOptions(family="olmoe"))
+    assert chosen.architecture.name == "olmoe"
 
 
 def test_key_norms_that_ranks_share_are_refused(tmp_path):

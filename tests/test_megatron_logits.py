@@ -50,6 +50,8 @@ LAYOUTS = [
     Layout("minimax", tp=2, ep=2, etp=1, te=True, format="torch", positions=(2, 224)),
     Layout("minimax", tp=2, te=True),
     Layout("minimax", ep=2),
+    Layout("olmoe", te=True),
+    Layout("olmoe", ep=2, te=True),
     Layout("deepseek-v32", tp=2, te=True, format="torch", positions=(2, 224)),
     Layout("deepseek-v32", ep=2, te=True),
     Layout("deepseek-v32", te=True, overrides={"dsa_indexer_topk": 160}),

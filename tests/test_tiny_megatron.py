@@ -50,7 +50,7 @@ EXPERTS: dict[str, tuple[Ranks, dict[str, Any]]] = {
 
 
 def assert_converts(source, model, place):
-    convert_checkpoint(source, place, ConvertOptions())
+    convert_checkpoint(source, place, ConvertOptions(family=model.hf_family))
     found: dict[str, torch.Tensor] = {}
     for name in weight_files(place):
         found |= load_file(place / name)

@@ -59,6 +59,25 @@ def glm4(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     ]
 
 
+def olmoe(model: TinyModel, core: str, layer: int) -> list[Tensor]:
+    """An OLMoE layer: norms over all heads, whole on every rank."""
+    from tiny_megatron import _attention, _experts, _plain
+
+    a, hf = model.values, f"model.layers.{layer}."
+    size = (a.hidden_size,)
+    widths = {"q": a.num_attention_heads, "k": a.num_query_groups}
+    return [
+        _plain(core + "input_layernorm.weight", hf + "input_layernorm.weight", size),
+        *(item for item in _attention(a, core + "self_attention.", hf + "self_attn.")
+          if "_layernorm" not in item.name),
+        *(_plain(f"{core}self_attention.{part}_layernorm.weight",
+                 f"{hf}self_attn.{part}_norm.weight", (heads * a.kv_channels,))
+          for part, heads in widths.items()),
+        _plain(core + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", size),
+        *_experts(model, core + "mlp.", hf),
+    ]  # fmt: skip
+
+
 def minimax(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """A MiniMax-M2 layer: norms over all heads, cut like them; a bias beside the gate."""
     from dataclasses import replace
@@ -100,4 +119,5 @@ LAYERS: dict[str, Callable[[TinyModel, str, int], list[Tensor]]] = {
     "gemma3": four_norms,
     "glm4": glm4,
     "minimax": minimax,
+    "olmoe": olmoe,
 }

@@ -57,7 +57,7 @@ TINY_FAMILIES = {
 }
 OTHER_LAYERS = {**tiny_families_a.LAYERS, **tiny_families_b.LAYERS}
 # Families that are another one's network under another name.
-SAME_NETWORK = {"mistral", "glm4_moe_lite"}
+SAME_NETWORK = {"mistral", "glm4_moe_lite", "olmoe"}
 SHALLOW = {"num_layers": 3, "moe_layer_freq": 1}
 SHALLOW_DEEPSEEK = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
 AS_THEY_ARE = ("qwen3next",)  # layers of several kinds

@@ -33,6 +33,7 @@ MINIMAX_M2 = Architecture(
         **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_percent"},
         "all_moe": (True,),
         "qk_norm": (True,),
+        "full_qk_norm": (True, None),
         "qkv_bias": (False,),
         "linear_bias": (False,),
         "sliding_window": (None,),

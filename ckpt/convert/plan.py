@@ -282,6 +282,7 @@ class _Builder:
                 file=shards[0].view.file,
                 expected=f"{total} ({layout.total})",
                 found=f"{whole.shape[0]} on {len(shards)} rank(s)",
+                hint="Another --family may fit",
             )
         return whole
 

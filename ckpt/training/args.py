@@ -77,6 +77,8 @@ class TrainingArgs:
     embedding_norm: bool
     parallel_residual: bool
     seq_length: int | None = None
+    # Whether queries and keys are normed over all heads together; None: no shape says it.
+    full_qk_norm: bool | None = None
     # Whether MLA's two down projections are one tensor.
     fused_down: bool = False
     # DeepSeek sparse attention; whether its rotary pairs are neighbours, None: nothing says it.

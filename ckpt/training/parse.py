@@ -126,11 +126,14 @@ def _attention(fields: Fields, sizes: Mapping[str, int]) -> dict[str, Any]:
     groups = groups if grouped and groups else heads
     if head_dim is None and qkv is not None:
         head_dim = fields.derived("kv_channels", qkv[0] // (heads + 2 * groups))
+    norm = fields.shape("q_layernorm.weight")
+    size = head_dim or sizes["hidden_size"] // heads
     return {
         "heads": heads,
         "groups": groups,
-        "head_dim": head_dim or sizes["hidden_size"] // heads,
+        "head_dim": size,
         "qk_norm": bool(fields.get("qk_layernorm", default=False)),
+        "full_qk_norm": None if norm is None else norm[0] == heads * size,
         "mla": mla,
     }
 
