@@ -41,6 +41,14 @@ GPT_OSS = "GptOssForCausalLM"
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 QWEN2_MOE = "Qwen2MoeForCausalLM"
 NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+YARN = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 64,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
 CASES = [
     case(NEOX, "neox", tp=2, te=True),
     case(NEOX, "neox", format="torch", pp=2),
@@ -74,6 +82,10 @@ CASES = [
     case(GLM_LITE, "deepseek", tp=2, ep=2, te=True, family="glm4_moe_lite"),
     case(GLM_LITE, "deepseek", tp=2, format="torch", family="glm4_moe_lite",
          overrides={"q_lora_rank": None, **NO_GROUPS}),
+    case("Qwen3ForCausalLM", "qwen3", tp=2, te=True, overrides=YARN),
+    case("MistralForCausalLM", "llama", overrides={**YARN, "mscale": 0.7, "mscale_all_dim": 0.0}),
+    case("MixtralForCausalLM", "mixtral", format="torch", ep=2,
+         overrides={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
     case(GPT_OSS, "gptoss", tp=2, ep=2, etp=1, te=True),
     case(GPT_OSS, "gptoss", tp=2, ep=2, etp=1, format="torch"),
     case(GPT_OSS, "gptoss", te=True, ep=2, format="torch", overrides={"moe_grouped_gemm": True}),

@@ -45,7 +45,6 @@ MTP_HEAD = (
 CONFIG: dict[str, str | Const] = {
     **{key: value for key, value in BASE_CONFIG.items() if key != "head_dim"},
     "num_key_value_heads": "heads",
-    "max_position_embeddings": "yarn_max_positions",
     "moe_intermediate_size": "expert_ffn",
     "n_routed_experts": "experts",
     "n_shared_experts": "n_shared_experts",

@@ -9,6 +9,7 @@ from ckpt.arch.llama import (
     HF_ATTENTION,
     NORMS,
     OUTPUT_BIAS,
+    ROPE_OR_YARN,
     SELF_ATTENTION,
     H,
     L,
@@ -32,7 +33,7 @@ GPT_OSS = Architecture(
     model_class="GptOssForCausalLM",
     expects={
         **BASE_EXPECTS,
-        "positions": ("yarn", "rope"),
+        **ROPE_OR_YARN,
         "rope_is_scaled": (False,),
         "activation": ("quick_gelu",),
         "glu_offset": (1.0,),
@@ -66,7 +67,6 @@ GPT_OSS = Architecture(
         **{key: value for key, value in BASE_CONFIG.items() if key != "rope_scaling"},
         "model_type": Const("gpt_oss"),
         "intermediate_size": "expert_ffn",
-        "max_position_embeddings": "yarn_max_positions",
         "rope_parameters": "yarn_always",
         # transformers 4 reads this one; the key of its base is rope_theta.
         "rope_scaling": "yarn_always",

@@ -61,7 +61,7 @@ BASE_CONFIG: dict[str, str | Const] = {
     "num_key_value_heads": "groups",
     "head_dim": "head_dim",
     "hidden_act": "activation",
-    "max_position_embeddings": "max_positions",
+    "max_position_embeddings": "yarn_max_positions",
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rotary_base",
     "rope_scaling": "rope_scaling",
@@ -86,6 +86,8 @@ BASE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "mla": (False,),
     "post_norms": (False,),
 }
+# Megatron's YaRN turns whole heads, as do the classes of these families.
+ROPE_OR_YARN: dict[str, tuple[Any, ...]] = {"positions": ("rope", "yarn")}
 
 LLAMA = Architecture(
     name="llama",
@@ -93,6 +95,7 @@ LLAMA = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         "experts": (0,),
         "qk_norm": (False,),
         "qkv_bias_alone": (False,),
@@ -117,6 +120,7 @@ MISTRAL = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         "experts": (0,),
         "qk_norm": (False,),
         "qkv_bias": (False,),
@@ -137,6 +141,7 @@ MIXTRAL = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         "all_moe": (True,),
         "qk_norm": (False,),
         "qkv_bias": (False,),

@@ -12,6 +12,7 @@ from ckpt.arch.llama import (
     NORMS,
     QK_NORM,
     QKV_WEIGHTS,
+    ROPE_OR_YARN,
     SELF_ATTENTION,
     H,
     L,
@@ -33,6 +34,7 @@ QWEN2 = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         "experts": (0,),
         "qk_norm": (False,),
         "qkv_bias": (True,),
@@ -50,6 +52,7 @@ QWEN3 = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         "experts": (0,),
         "qk_norm": (True,),
         "full_qk_norm": (False, None),
@@ -91,6 +94,7 @@ QWEN2_MOE = Architecture(
     model_class="Qwen2MoeForCausalLM",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         **_MOE_EXPECTS,
         "qk_norm": (False,),
         "qkv_bias": (True,),
@@ -118,6 +122,7 @@ QWEN3_MOE = Architecture(
     proof="logits",
     expects={
         **BASE_EXPECTS,
+        **ROPE_OR_YARN,
         **_MOE_EXPECTS,
         "qk_norm": (True,),
         "full_qk_norm": (False, None),
