@@ -16,7 +16,9 @@ A family's **proof** says what its table is held to:
   of transformers' class on the output equal Megatron's to 1e-4 (`make test-megatron`). What a
   family adds to Megatron-Core's modules (Gemma's norms and caps, GLM-4's norms, MiniMax-M2's norms
   over all heads, the newer indexer of sparse attention) is added by `tests/megatron_variants.py`,
-  as the programs do that train the family.
+  as the programs do that train the family. BLOOM's logits are those of the code that trained it,
+  BigScience's Megatron-DeepSpeed, written again rank by rank (`tests/test_bloom.py`); its own
+  layers, run once on the CPU with plain linears and norms, gave the same to 1e-6.
 - `shapes`: no Megatron code at hand runs the family on a CPU. Names, shapes and the number of
   parameters equal those of transformers' class built from the written `config.json`.
 

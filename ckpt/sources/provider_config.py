@@ -45,6 +45,7 @@ _RENAMED = {
 _ACTIVATIONS = {
     ("silu", True): {"swiglu": True},
     ("gelu", True): {"geglu": True},
+    ("quick_gelu", True): {"quick_geglu": True},
     ("gelu", False): {},
     ("squared_relu", False): {"squared_relu": True},
 }
