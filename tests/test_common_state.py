@@ -123,6 +123,31 @@ def test_a19_a_nested_transformer_config_is_read_as_well(tmp_path):
     assert args["num_layers"] == 3
 
 
+def test_a19_a_gpt_oss_of_megatron_bridge_is_read_by_its_run_config(tmp_path):
+    """Its YaRN has names of its own, and magnitudes of None mean the factor's own."""
+    model = TinyModel("gptoss")
+    source = write_torch_dist(tmp_path / "run", model, Ranks(tp=2, ep=2, etp=1), te=True)
+    expected = plan_conversion(source, ConvertOptions()).config
+    same = ("window_attn_skip_freq", "softmax_type", "glu_linear_offset",
+            "activation_func_clamp_value", "yarn_original_max_position_embeddings",
+            "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int")  # fmt: skip
+    fields = {
+        **{name: getattr(model.values, name) for name in same},
+        "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu"},
+        "window_size": list(model.values.window_size),
+        "yarn_rotary_scaling_factor": model.values.rotary_scaling_factor,
+        "rotary_scaling_factor": ...,
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "mscale": ...,
+        "mscale_all_dim": ...,
+    }
+    write_config(without_args(source), provider(model, **fields))
+    assert plan_conversion(source, ConvertOptions()).config == expected
+    assert expected["architectures"] == ["GptOssForCausalLM"]
+    assert_converts(source, model, tmp_path / "out", ConvertOptions())
+
+
 def test_a19_fsdp_dtensor_of_megatron_bridge_is_read_by_its_run_config(tmp_path):
     model = TinyModel("qwen3")
     source = write_dcp(tmp_path / "run", model, fsdp=True, edit=lambda state: state.pop("args"))
