@@ -23,7 +23,8 @@ ALLOWED = {
     "manifest": {"errors", "__init__"},
     "shards": {"errors", "tensors"},
     "parts": {"errors", "tensors"},
-    "layout": {"errors", "tensors", "parts"},
+    "rectangles": {"tensors"},
+    "layout": {"errors", "tensors", "parts", "rectangles"},
     "training": {"errors", "tensors"},
     "sources": VALUES | {"parts"},
     "arch": VALUES | {"layout", "training"},
@@ -33,7 +34,7 @@ ALLOWED = {
     # Used by convert before the first byte and by inspection: stages do not import each other.
     "completeness": {"errors", "metamodel", "arch", "tensors", "shards"},
     "convert": COMMON
-    | {"arch", "sources", "layout", "parts", "training", "completeness", "metamodel"},
+    | {"arch", "sources", "layout", "parts", "rectangles", "training", "completeness", "metamodel"},
     "validate": COMMON | {"sources"},
     "quantize": COMMON,
     "serve": COMMON | {"engines"},

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ckpt.convert.write import Files, clip, fill
 from ckpt.errors import PlanError
-from ckpt.layout import Cut, Layout, Sizes, copies_for, cut, place, rectangles
+from ckpt.layout import Cut, Layout, Sizes, copies_for, cut, place
+from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, Shard, View, contiguous_strides
 
 

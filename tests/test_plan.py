@@ -10,8 +10,9 @@ import pytest
 from builders import Model, megatron_tensors, rank_part, training_args
 
 from ckpt.arch import ARCHITECTURES
+from ckpt.convert.describe import describe_plan
 from ckpt.convert.maps import Cast
-from ckpt.convert.plan import build_plan, describe_plan
+from ckpt.convert.plan import build_plan
 from ckpt.errors import PlanError
 from ckpt.shards import assign, file_names
 from ckpt.sources import Checkpoint, Parallelism

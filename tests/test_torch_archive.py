@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt.convert.write import Files, fill
 from ckpt.errors import CkptError, SourceError
-from ckpt.layout import rectangles
+from ckpt.rectangles import rectangles
 from ckpt.sources.torch_archive import read_archive
 from ckpt.sources.unpickle import Reader
 from ckpt.tensors import contiguous_strides

@@ -19,8 +19,8 @@ from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtyp
 from ckpt.convert.plan import Check, Target
 from ckpt.convert.write import Files, read_receipt, windows, write_file
 from ckpt.errors import OutputError, SourceError
-from ckpt.layout import Copy, rectangles
 from ckpt.progress import Silent
+from ckpt.rectangles import Copy, rectangles
 from ckpt.shards import TensorSpec
 from ckpt.tensors import DType, View, contiguous_strides
 

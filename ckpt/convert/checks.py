@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt.convert.write import WINDOW_BYTES, fill_window
 from ckpt.errors import SourceError
-from ckpt.layout import rectangles
+from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, contiguous_strides
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.convert.plan import Plan, describe_plan
+from ckpt.convert.describe import describe_plan
 from ckpt.convert.reference import table_text
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckpt.arch import Architecture
     from ckpt.completeness import Proof
     from ckpt.config import ConvertOptions
+    from ckpt.convert.plan import Plan
     from ckpt.convert.reference import Comparison
     from ckpt.convert.write import Written
     from ckpt.shards import TensorSpec

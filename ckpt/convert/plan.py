@@ -7,7 +7,6 @@ cannot be planned stops here, before the first byte is written.
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpt.arch.table import Architecture, Rule
-    from ckpt.layout import Copy, Layout
+    from ckpt.layout import Layout
     from ckpt.parts import Placed
+    from ckpt.rectangles import Copy
     from ckpt.sources import Checkpoint
     from ckpt.tensors import DType, Shard, SourceTensor, View
     from ckpt.training import TrainingArgs
@@ -393,32 +393,3 @@ def _layers(tensor: SourceTensor, whole: Whole) -> Iterator[Whole]:
     yield replace(whole, replicas=()) if whole.replicas else whole
     for replica in whole.replicas if tensor.combine is not Combine.EQUAL else ():
         yield Whole(whole.shape, replica)
-
-
-def describe_plan(plan: Plan, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> str:
-    """The plan as text: every file, tensor, step and rectangle in order."""
-    targets = {target.spec.name: target for target in plan.targets}
-    lines = []
-    for file, specs in files:
-        lines.append(f"{file}  {len(specs)} tensors, {sum(s.nbytes for s in specs)} bytes")
-        for spec in specs:
-            target = targets[spec.name]
-            steps = "".join(f" | {_step_text(step)}" for step in target.steps)
-            lines.append(f"  {spec.name}  {spec.dtype.name} {list(spec.shape)}{steps}")
-            lines += [f"    {_copy_text(copy)}" for copy in target.copies]
-    return "\n".join(lines)
-
-
-def _step_text(step: Step) -> str:
-    if isinstance(step, Combined):
-        return f"{step.how.value} of {step.count} ranks' copies"
-    return f"cast to {step.to.name}" if isinstance(step, Cast) else f"add {step.amount}"
-
-
-def _copy_text(copy: Copy) -> str:
-    file = re.sub(r"^.*/(?=[^/]+/[^/]+$)", "", copy.file)
-    turned = " transposed" if copy.transposed else ""
-    return (
-        f"{copy.rows} x {copy.width} bytes{turned} from {file} @{copy.source} +{copy.source_pitch}"
-        f" to @{copy.target} +{copy.target_pitch}"
-    )

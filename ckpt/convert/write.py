@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt.convert.plan import Target
-    from ckpt.layout import Copy
     from ckpt.progress import Progress
+    from ckpt.rectangles import Copy
 
 WINDOW_BYTES = 16 * 2**20
 RECEIPT_SUFFIX = ".receipt.json"
