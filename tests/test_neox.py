@@ -50,6 +50,17 @@ def test_row_biases_of_a_parallel_residual_are_summed(tmp_path, form, tp, dtype)
     assert ("6 tensors are the sum" in notes(tmp_path / "out")) == (tp > 1)
 
 
+def test_a_sum_that_leaves_the_range_of_its_type_is_said(tmp_path):
+    """Two finite parts of a float16 bias may add up to infinity."""
+    model = neox(2, dtype=torch.float16)
+    bias = model.find("attention.dense.bias")
+    for part in bias.ranks:
+        part[5] = 40000
+    convert(write_layers(tmp_path / "run", model), tmp_path / "out")
+    overflowed = read_stage(tmp_path / "out", "convert")["casts"]["overflowed"]
+    assert overflowed == {"gpt_neox.layers.0.attention.dense.bias": 1}
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_row_biases_behind_the_sum_are_not_summed(tmp_path, tp):
     """Without a parallel residual every rank adds the same bias once."""

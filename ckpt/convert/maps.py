@@ -81,6 +81,7 @@ def apply_steps(
             total = values.double().sum(0)
             share = step.count if step.how is Combine.MEAN else 1
             values = (total / share).to(values.dtype)
+            _count(report.overflowed, name, int((torch.isinf(values) & ~torch.isinf(total)).sum()))
             continue
         cast = values.to(getattr(torch, step.to.torch_name))
         lost = torch.isinf(cast) & ~torch.isinf(values)
