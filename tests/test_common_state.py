@@ -73,6 +73,25 @@ def provider(model: TinyModel, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in {**found, **changes}.items() if value is not ...}
 
 
+FAST_GELU = {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}
+GEMMA = ("attn_logit_softcapping", "final_logit_softcapping", "interleaved_attn_pattern",
+         "query_pre_attn_scalar", "rope_scaling_factor", "softmax_scale",
+         "window_size")  # fmt: skip
+SPARSE = ("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
+          "dsa_indexer_topk", "dsa_indexer_rope_interleaved")  # fmt: skip
+EXPERIMENTAL = "get_transformer_block_with_experimental_attention_variant_spec"
+# Provider, layer spec, activation and further fields of models that a provider's code adds to.
+IN_CODE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "gemma": ("GemmaModelProvider", "default_layer_spec", FAST_GELU, ()),
+    "gemma2": ("Gemma2ModelProvider", "gemma2_layer_spec", FAST_GELU, GEMMA),
+    "gemma3": ("Gemma3ModelProvider", "gemma3_layer_spec", FAST_GELU, GEMMA),
+    "minimax": ("GPTModelProvider", "minimax_m2_layer_spec", SILU, ()),
+    "olmoe": ("OlMoEModelProvider", "olmoe_layer_spec", SILU, ()),
+    "deepseek-v32": ("MLAModelProvider", EXPERIMENTAL, SILU, SPARSE),
+    "deepseek-glm5": ("MLAModelProvider", EXPERIMENTAL, SILU, SPARSE),
+}
+
+
 def without_args(source):
     (file,) = source.glob("iter_*/common.pt")
     torch.save({"checkpoint_version": 3.0, "iteration": 7}, file)
@@ -156,10 +175,28 @@ def test_a19_fsdp_dtensor_of_megatron_bridge_is_read_by_its_run_config(tmp_path)
     assert_converts(source, model, tmp_path / "out", ConvertOptions())
 
 
+@pytest.mark.parametrize("family", IN_CODE)
+def test_a16_what_megatron_bridge_adds_in_code_is_known(tmp_path, family):
+    """Gemma's four norms and scaled embeddings, norms over all heads, sparse attention."""
+    model = TinyModel(family)
+    source = write_torch_dist(tmp_path / "run", model, Ranks(tp=2), te=True)
+    chosen = ConvertOptions(family=model.hf_family)
+    expected = plan_conversion(source, chosen).config
+    target, spec, activation, names = IN_CODE[family]
+    values = {name: getattr(model.values, name) for name in names if hasattr(model.values, name)}
+    window = values.get("window_size")
+    values["window_size"] = list(window) if isinstance(window, tuple) else window
+    changes = {"_target_": f"x.{target}", "activation_func": activation,
+               "transformer_layer_spec": {"_target_": f"x.{spec}"}, **values}  # fmt: skip
+    write_config(without_args(source), provider(model, **changes))
+    assert plan_conversion(source, ConvertOptions()).config == expected
+    assert_converts(source, model, tmp_path / "out", ConvertOptions())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_target_": "x.Gemma3ModelProvider"}, "provider Gemma3ModelProvider builds a model"),
+        ({"_target_": "x.Gemma4ModelProvider"}, "provider Gemma4ModelProvider builds a model"),
         ({"_target_": "x.Qwen25VLModelProvider"}, "provider Qwen25VLModelProvider builds"),
         ({"_target_": "x.Llama4ModelProvider"}, "provider Llama4ModelProvider builds"),
         ({"activation_func": {"_target_": "x.situ"}}, "unknown activation.*situ, gated"),

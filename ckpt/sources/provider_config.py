@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUN_CONFIG = "run_config.yaml"
-# Providers that build Megatron-Core's GPTModel and add no code of their own to it.
+# Providers that build Megatron-Core's GPTModel, and add no code of their own to it or what their
+# families' tables know: Gemma's norms, caps, windows and scaled embeddings, OLMoE's norms.
 _PROVIDERS = re.compile(
     r"(Bridge)?(GPT|MLA|Llama(2|3|31|32)?|Qwen(2|25|3)(MoE)?|Mistral|Mixtral|DeepSeek(V2|V2Lite|V3)?"
-    r"|Moonlight|KimiK2)Model(Provider|Config)\w*"
+    r"|Moonlight|KimiK2|Gemma(2|3)?|OlMoE)Model(Provider|Config)\w*"
 )
 _SPECS = {
     "default_layer_spec",
@@ -31,7 +32,14 @@ _SPECS = {
     "get_gpt_decoder_block_spec",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    "gemma2_layer_spec",
+    "gemma3_layer_spec",
+    "minimax_m2_layer_spec",
+    "olmoe_layer_spec",
 }
+# What a provider's code does without a field that says it.
+_IN_CODE = {"Gemma": {"apply_embedding_scaling": True}}
 _RENAMED = {
     "num_moe_experts": "num_experts",
     "seq_length": "max_position_embeddings",
@@ -46,6 +54,7 @@ _ACTIVATIONS = {
     ("silu", True): {"swiglu": True},
     ("gelu", True): {"geglu": True},
     ("quick_gelu", True): {"quick_geglu": True},
+    ("fast_gelu", True): {"geglu": True, "openai_gelu": True},
     ("gelu", False): {},
     ("squared_relu", False): {"squared_relu": True},
 }
@@ -78,9 +87,12 @@ def provider_args(file: Path) -> dict[str, Any]:
         raise SourceError("an unknown activation", file=file, found=f"{activation}, {kind}")
     shared = values.get("share_embeddings_and_output_weights", True)
     dtype = DType.from_torch_name(_last(values.get("params_dtype", "")))
+    provider = _last(values.get("_target_", ""))
+    added = [more for name, more in _IN_CODE.items() if provider.startswith(name)]
     return {
         **args,
         **switches,
+        **(added[0] if added else {}),
         "untie_embeddings_and_output_weights": not shared,
         "params_dtype": dtype,
     }
