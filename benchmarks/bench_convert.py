@@ -79,7 +79,8 @@ def write_checkpoint(directory: Path, size: int) -> int:
 
 def _shard(layers: int) -> dict[str, torch.Tensor]:
     def random(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**14), 2**14, shape, dtype=torch.int16).view(torch.bfloat16)
+        bits = torch.randint(2**14, shape, dtype=torch.int16)  # of finite values
+        return bits.view(torch.bfloat16)
 
     ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
     shard = {name: random(VOCAB // TP, HIDDEN) for name in OUTSIDE if "norm" not in name}
