@@ -16,7 +16,7 @@ from ckpt.inspection import inspect_directory
 
 LAYER = "decoder.layers.0."
 # A stored tensor or arguments, and the whole message.
-CASES: dict[str, tuple[str | dict, str]] = {
+CASES: dict[str, tuple[str | dict[str, object], str]] = {
     "lora": (
         LAYER + "self_attention.linear_qkv.adapter.linear_in.weight",
         (

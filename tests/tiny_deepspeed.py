@@ -301,12 +301,12 @@ def _share_out(m: DeepSpeedModel, item: Stored) -> None:
     """Each rank's own part of a bias; the truth becomes the sum, rounded once."""
     name = next(key for key, value in m.hf.items() if torch.equal(value, item.ranks[0]))
     item.ranks = [random(f"{name} {rank}", HIDDEN, dtype=m.dtype) for rank in range(m.tp)]
-    m.hf[name] = sum(part.double() for part in item.ranks).to(m.dtype)
+    m.hf[name] = torch.stack(item.ranks).double().sum(0).to(m.dtype)
 
 
 def neox_llama(tp: int = 1, *, groups: int = HEADS, naming: str = "new") -> DeepSpeedModel:
     """Llama as GPT-NeoX trains it; ``naming`` old has w1, w2, w3, new [up; gate]."""
-    config = {"norm": "rmsnorm", "rms_norm_epsilon": "1e-6", "activation": "swiglu"}
+    config: dict[str, Any] = {"norm": "rmsnorm", "rms_norm_epsilon": "1e-6", "activation": "swiglu"}
     config |= {"attention_config": [[["flash"], LAYERS]], "intermediate_size": 3 * FFN}
     config |= {"use_bias_in_mlp": False, "use_bias_in_attn_linear": False}
     m = _neox(tp, config | ({"num_kv_heads": groups} if groups != HEADS else {}))
@@ -512,7 +512,7 @@ def write_zero3(
             at = f"zero_pp_rank_{data}_mp_rank_{rank:02d}"
             _save(state, directory / f"{at}_model_states.pt")
             for number, group in enumerate(flat):
-                group.ds_id = f"0_{number}"  # DeepSpeed's; torch saves such a tensor otherwise
+                vars(group)["ds_id"] = f"0_{number}"  # DeepSpeed's; torch saves such a tensor otherwise
             optimizer = {"zero_stage": 3, "partition_count": dp, "fp32_flat_groups": flat}
             file = directory / f"bf16_{at}_optim_states.pt"
             torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, file)

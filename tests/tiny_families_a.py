@@ -13,12 +13,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiny_megatron import Tensor, TinyModel
+    from tiny_megatron import TinyModel
+    from tiny_tensors import Tensor
 
 
 def gpt_oss(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """A gpt-oss layer."""
-    from tiny_megatron import _attention, _plain
+    from tiny_megatron import _attention
+    from tiny_tensors import plain as _plain
 
     a, hf = model.values, f"model.layers.{layer}."
     hidden, heads = a.hidden_size, a.num_attention_heads
@@ -40,7 +42,8 @@ def gpt_oss(model: TinyModel, core: str, layer: int) -> list[Tensor]:
 
 
 def _expert(core: str, hf: str, part: str, sizes: tuple[int, int]) -> list[Tensor]:
-    from tiny_megatron import Tensor, _plain
+    from tiny_tensors import Tensor
+    from tiny_tensors import plain as _plain
 
     hidden, ffn = sizes
     found = []

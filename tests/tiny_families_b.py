@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiny_megatron import Tensor, TinyModel
+    from tiny_megatron import TinyModel
+    from tiny_tensors import Tensor
 
 # Megatron-Bridge keeps these two norms inside the linears before them.
 POST_NORMS = {
@@ -22,7 +23,8 @@ POST_NORMS = {
 
 def four_norms(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """A Gemma 2 or 3 layer."""
-    from tiny_megatron import _attention, _mlp, _plain
+    from tiny_megatron import _attention, _mlp
+    from tiny_tensors import plain as _plain
 
     a, hf = model.values, f"model.layers.{layer}."
     size = (a.hidden_size,)
@@ -39,7 +41,9 @@ def four_norms(model: TinyModel, core: str, layer: int) -> list[Tensor]:
 
 def glm4(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """A GLM-4 layer: gate and up are one tensor on both sides."""
-    from tiny_megatron import Tensor, _attention, _plain
+    from tiny_megatron import _attention
+    from tiny_tensors import Tensor
+    from tiny_tensors import plain as _plain
 
     a, hf = model.values, f"model.layers.{layer}."
     size = (a.hidden_size,)
@@ -61,7 +65,8 @@ def glm4(model: TinyModel, core: str, layer: int) -> list[Tensor]:
 
 def olmoe(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """An OLMoE layer: norms over all heads, whole on every rank."""
-    from tiny_megatron import _attention, _experts, _plain
+    from tiny_megatron import _attention, _experts
+    from tiny_tensors import plain as _plain
 
     a, hf = model.values, f"model.layers.{layer}."
     size = (a.hidden_size,)
@@ -82,7 +87,9 @@ def minimax(model: TinyModel, core: str, layer: int) -> list[Tensor]:
     """A MiniMax-M2 layer: norms over all heads, cut like them; a bias beside the gate."""
     from dataclasses import replace
 
-    from tiny_megatron import Tensor, _attention, _experts, _plain
+    from tiny_megatron import _attention, _experts
+    from tiny_tensors import Tensor
+    from tiny_tensors import plain as _plain
 
     a, hf = model.values, f"model.layers.{layer}."
     size = (a.hidden_size,)

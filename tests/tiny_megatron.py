@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 import tiny_families_a
 import tiny_families_b
 import torch
-import torch.distributed.checkpoint as dcp
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
 from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
 from tiny_linear import DELTA, delta_net, is_linear, whole_delta, whole_gated
 from tiny_tensors import Tensor
 from tiny_tensors import plain as _plain
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -803,7 +805,7 @@ def write_dcp(
         save_alone(state, directory)
     else:
         store = root / "store"
-        torch.multiprocessing.spawn(_save_rank, (world, store, state, directory), nprocs=world)
+        spawn(_save_rank, (world, store, state, directory), nprocs=world)
         store.unlink(missing_ok=True)
     (root / TRACKER).write_text(str(iteration))
     return root
@@ -813,7 +815,7 @@ def save_alone(state: dict[str, Any], directory: Path) -> None:
     """Save a state dict from this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
+        save(state, checkpoint_id=directory, no_dist=True)
 
 
 def _grouped_name(name: str, *, te: bool) -> str:
@@ -826,10 +828,10 @@ def _save_rank(rank: int, world: int, store: Path, state: dict[str, Any], direct
     torch.set_num_threads(1)
     address = f"file://{store}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world,))
     model = {name: distribute_tensor(value, mesh, [Shard(0)])
              for name, value in state["model"].items()}  # fmt: skip
-    dcp.save({**state, "model": model}, checkpoint_id=directory)
+    save({**state, "model": model}, checkpoint_id=directory)
     torch.distributed.destroy_process_group()
 
 
