@@ -512,7 +512,8 @@ def write_zero3(
             at = f"zero_pp_rank_{data}_mp_rank_{rank:02d}"
             _save(state, directory / f"{at}_model_states.pt")
             for number, group in enumerate(flat):
-                vars(group)["ds_id"] = f"0_{number}"  # DeepSpeed's; torch saves such a tensor otherwise
+                # DeepSpeed's mark; torch saves a tensor that has one otherwise
+                vars(group)["ds_id"] = f"0_{number}"
             optimizer = {"zero_stage": 3, "partition_count": dp, "fp32_flat_groups": flat}
             file = directory / f"bf16_{at}_optim_states.pt"
             torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, file)

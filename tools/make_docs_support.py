@@ -13,12 +13,13 @@ Written by `make docs` from the registries of families and formats; edit those, 
 A family's **proof** says what its table is held to:
 
 - `logits`: models of the family that Megatron's own code ran were converted, and the fp32 logits
-  of transformers' class on the output equal Megatron's to 1e-4 (`make test-megatron`). What a
-  family adds to Megatron-Core's modules (Gemma's norms and caps, GLM-4's norms, MiniMax-M2's norms
-  over all heads, the newer indexer of sparse attention) is added by `tests/megatron_variants.py`,
-  as the programs do that train the family. BLOOM's logits are those of the code that trained it,
-  BigScience's Megatron-DeepSpeed, written again rank by rank (`tests/test_bloom.py`); its own
-  layers, run once on the CPU with plain linears and norms, gave the same to 1e-6.
+  of transformers' class on the output equal Megatron's to 1e-4 (`make test-megatron`).
+- `rebuilt`: the same, but Megatron-Core 0.16.1 lacks pieces of the family, and the tests build
+  them from its modules as the programs do that train the family: Gemma's norms and caps, GLM-4's
+  norms, MiniMax-M2's and OLMoE's norms over all heads, the newer indexer of sparse attention
+  (`tests/megatron_variants.py`). BLOOM's original is the code that trained it, BigScience's
+  Megatron-DeepSpeed, written again rank by rank (`tests/test_bloom.py`); its own layers, run once
+  on the CPU with plain linears and norms, gave the same to 1e-6.
 - `shapes`: no Megatron code at hand runs the family on a CPU. Names, shapes and the number of
   parameters equal those of transformers' class built from the written `config.json`.
 

@@ -42,7 +42,7 @@ _QUERY = {"query_scalar": "query_pre_attn_scalar=NUMBER"}
 GEMMA = Architecture(
     name="gemma",
     model_class="GemmaForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={**_EXPECTS, "qk_norm": (False,), "sliding_window": (None,)},
     rules=(*EMBEDDING, *NORMS, *SELF_ATTENTION, *DENSE_MLP, *HEAD),
     config={
@@ -88,7 +88,7 @@ _CONFIG: dict[str, str | Const] = {
 GEMMA2 = Architecture(
     name="gemma2",
     model_class="Gemma2ForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={
         **_EXPECTS,
         "post_norms": (True,),
@@ -116,7 +116,7 @@ GEMMA2 = Architecture(
 GEMMA3 = Architecture(
     name="gemma3_text",
     model_class="Gemma3ForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={
         **_EXPECTS,
         "post_norms": (True,),

@@ -23,7 +23,7 @@ GATE_UP_ROWS = Layout(dim=0, parts=2)  # [gate; up] on each rank and in the one 
 GLM4 = Architecture(
     name="glm4",
     model_class="Glm4ForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={
         **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_percent"},
         "rotary_interleaved": (True,),

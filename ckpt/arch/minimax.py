@@ -28,7 +28,7 @@ _HF_X = _HF + "experts.{expert}."
 MINIMAX_M2 = Architecture(
     name="minimax_m2",
     model_class="MiniMaxM2ForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={
         **{key: value for key, value in BASE_EXPECTS.items() if key != "rotary_percent"},
         "all_moe": (True,),

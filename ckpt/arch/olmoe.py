@@ -21,7 +21,7 @@ from ckpt.arch.table import Architecture, Const, Rule
 OLMOE = Architecture(
     name="olmoe",
     model_class="OlmoeForCausalLM",
-    proof="logits",
+    proof="rebuilt",
     expects={
         **BASE_EXPECTS,
         "all_moe": (True,),

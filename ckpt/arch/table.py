@@ -71,7 +71,8 @@ class Architecture:
     in ``ckpt.convert.facts``. ``norm_adds_one`` says that the Hugging Face class computes
     with 1 + weight. ``asks`` maps facts that may be None for want of a training argument to what
     the user should give with ``--set``. ``proof`` says what the table is held to: the logits
-    of Megatron-Core's own model, or only the names and shapes of Hugging Face's. ``mtp_block``
+    of Megatron-Core's own model, those of one that the tests rebuilt from its pieces, or only
+    the names and shapes of Hugging Face's. ``mtp_block``
     is the name that the decoder layer inside a layer that predicts a further token has, where
     it does not simply count on. ``cautions`` are truths of the training
     arguments, with what a user must know where they hold.
@@ -86,7 +87,7 @@ class Architecture:
     aliases: tuple[str, ...] = field(default=())
     understands: frozenset[str] = frozenset()
     asks: Mapping[str, str] = field(default_factory=dict)
-    proof: Literal["logits", "shapes"] = "shapes"
+    proof: Literal["logits", "rebuilt", "shapes"] = "shapes"
     mtp_block: str = ""
     cautions: tuple[tuple[str, str], ...] = ()
 
