@@ -377,3 +377,24 @@ def test_the_look_before_loading_ends_where_the_pickle_does(protocol):
     for cut in (1, len(content) // 2, len(content) - 1):
         with pytest.raises(ValueError, match=r"no end|claims"):
             pickle_end(content[:cut])
+
+
+def test_a_claim_behind_the_first_window_is_found_in_small_and_in_large_pickles():
+    """What was seen to be harmless in one file is not taken to be so in a shorter one."""
+    from ckpt.sources.pickle_scan import pickle_end
+
+    for filler in (b"N0" * 700, b"N0" * 2**20, b"X\x03\x00\x00\x00abcN00" * 200):
+        numbered = b"\x80\x02" + filler + b"Nr" + (1200).to_bytes(4, "little") + b"."
+        assert pickle_end(numbered) == len(numbered)
+        vast = numbered[:-5] + (2**28).to_bytes(4, "little") + b"."
+        for bad in (
+            vast,
+            numbered[:-6] + b"B\xff\xff\xff\x7f.",
+            numbered[:-6] + b"\x8e" + b"\x01" * 9,
+        ):
+            with pytest.raises(ValueError, match=r"no end|claims"):
+                pickle_end(bad)
+    alike = b"\x80\x02" + b"Nr" + (1000).to_bytes(4, "little")
+    assert pickle_end(alike + b"0" * 1000 + b".") == 1009
+    with pytest.raises(ValueError, match="claims 1000"):
+        pickle_end(alike + b"0" * 600 + b".")
