@@ -85,6 +85,12 @@ BASE = dict(
     yarn_beta_fast=None,
     yarn_beta_slow=None,
     yarn_correction_range_round_to_int=None,
+    hybrid_override_pattern=None,
+    mamba_state_dim=128,
+    mamba_head_dim=64,
+    mamba_num_groups=8,
+    mamba_num_heads=None,
+    moe_latent_size=None,
 )
 MOE: dict[str, object] = dict(num_experts=6, moe_ffn_hidden_size=56)
 QWEN: dict[str, object] = dict(rotary_base=1000000, layernorm_epsilon=1e-6)
@@ -200,6 +206,28 @@ GLM: dict[str, object] = dict(
     moe_router_topk=3,
     moe_router_topk_scaling_factor=2.5,
 )
+NEMOTRON_H: dict[str, object] = dict(
+    num_layers=8,
+    hybrid_override_pattern="M-M*M-*M",
+    position_embedding_type="none",
+    swiglu=False,
+    squared_relu=True,
+    mamba_state_dim=18,
+    mamba_head_dim=14,
+    mamba_num_groups=2,
+    mamba_num_heads=8,
+)
+NEMOTRON_3: dict[str, object] = dict(
+    **NEMOTRON_H,
+    num_experts=6,
+    moe_ffn_hidden_size=56,
+    moe_shared_expert_intermediate_size=72,
+    moe_grouped_gemm=True,
+    moe_router_topk=3,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+)
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": dict(rotary_base=500000),
     "llama1p": dict(layernorm_zero_centered_gamma=True),
@@ -272,6 +300,13 @@ FAMILIES: dict[str, dict[str, object]] = {
     ),
     "qwen3next": QWEN3_NEXT,
     "qwen3next-mtp": dict(**QWEN3_NEXT, mtp_num_layers=1),
+    "nemotronh": NEMOTRON_H,
+    "nemotron3": {**NEMOTRON_3, "hybrid_override_pattern": "MEM*ME*E"},
+    "nemotron3-latent": {
+        **NEMOTRON_3,
+        "hybrid_override_pattern": "MEM*M-*E",
+        "moe_latent_size": 44,
+    },
     "deepseek": DEEPSEEK,
     "deepseek-mtp": dict(**DEEPSEEK, mtp_num_layers=1),
     "deepseek-gg": dict(**DEEPSEEK, moe_grouped_gemm=True),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as groups
+from megatron.core.activations import squared_relu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import (
@@ -33,6 +34,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
+
+from ckpt.validate import megatron_mamba
 
 # Fields that Megatron's configuration calls as the training arguments do.
 _COMMON = [
@@ -131,6 +134,9 @@ def make_config(args, dtype):
     if args.num_experts:
         values.update({name: getattr(args, name) for name in _EXPERTS})
         values["num_moe_experts"] = args.num_experts
+    if args.hybrid_override_pattern:
+        values.update({name: getattr(args, name) for name in megatron_mamba.FIELDS})
+        values.update(use_mamba_mem_eff_path=False, moe_latent_size=args.moe_latent_size)
     if args.linear_attention_freq:
         values.update({name: getattr(args, name) for name in _LINEAR})
         values.update(deterministic_mode=True, transformer_impl=args.transformer_impl)
@@ -150,6 +156,8 @@ def make_config(args, dtype):
 def _activation(args):
     if args.quick_geglu:
         return quick_gelu
+    if args.squared_relu:
+        return squared_relu
     return functional.silu if args.swiglu else functional.gelu
 
 
@@ -190,19 +198,24 @@ def _chunk(args, config, stage):
         use_transformer_engine=args.transformer_impl == "transformer_engine",
         normalization=args.normalization,
     )
+    at = dict(ignore_virtual=False, vp_stage=stage)
+    ends = dict(
+        pre_process=groups.is_pipeline_first_stage(**at),
+        post_process=groups.is_pipeline_last_stage(**at),
+    )
+    if args.hybrid_override_pattern:
+        return megatron_mamba.build_model(config, vars(args), **ends)
     mtp, block = None, _block_spec(args, config, layers, stage)
     if args.mtp_num_layers:
         last = _last_layer_spec(args, config, layers)
         te = layers["use_transformer_engine"]
         mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=stage)
-    at = dict(ignore_virtual=False, vp_stage=stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=variants.adapt_spec(args, block),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=groups.is_pipeline_first_stage(**at),
-        post_process=groups.is_pipeline_last_stage(**at),
+        **ends,
         parallel_output=True,
         position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,

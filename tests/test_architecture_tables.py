@@ -68,6 +68,26 @@ MADE_TRUE: dict[str, dict[str, Any]] = {
     "query_scalar_is_whole": {},
     "normalises_scores": {},
     "has_q_lora": {"q_lora_rank": 12},
+    "is_hybrid": {
+        "layers": 5,
+        "hybrid_pattern": "M*-EM",
+        "mixers": ("mamba", "attention", "", "", "mamba"),
+        "feed_forwards": ("", "", "dense", "moe", ""),
+        "moe_layers": (False, False, False, True, False),
+        "mamba_heads": 6,
+        "mamba_head_dim": 4,
+        "mamba_groups": 2,
+        "mamba_state": 5,
+    },
+    "has_mamba": {},
+    "experts_are_known": {
+        "experts": 6,
+        "expert_ffn": 20,
+        "router_topk": 2,
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "shared_ffn": 40,
+    },
     "linear_attention": {"mixers": ("linear_attention", "attention", "linear_attention")},
 }
 # Answers to what a family may ask the user.
@@ -102,6 +122,7 @@ def variants(architecture: Architecture) -> list[TrainingArgs]:
         one = replace(args, tied=tied, linear_bias=bias, qkv_bias=args.qkv_bias or bias)
         one = replace(one, qk_norm=args.qk_norm or norm)
         one = replace(one, q_lora_rank=rank if args.mla else None)
+        one = replace(one, moe_latent=rank if args.is_hybrid else None)
         if not architecture.mismatches(one) and one not in found:
             found.append(one)
     return found

@@ -65,7 +65,16 @@ QWEN3_NEXT = [
     Layout("qwen3next-mtp", te=True),
     Layout("qwen3next-mtp", te=True, tp=2, pp=2, format="torch"),
 ]
-LAYOUTS += QWEN3_NEXT
+NEMOTRON = [
+    Layout("nemotronh", te=True, positions=(2, 210)),
+    Layout("nemotronh", te=True, tp=2, pp=2, format="torch", positions=(2, 210)),
+    Layout("nemotronh", te=True, tp=2, positions=(2, 210)),
+    Layout("nemotron3", te=True, tp=2, ep=2, etp=1, format="torch", positions=(2, 210)),
+    Layout("nemotron3", te=True, tp=2, pp=2, positions=(2, 210)),
+    Layout("nemotron3-latent", te=True, ep=2, positions=(2, 210)),
+    Layout("nemotron3-latent", te=True, tp=2, format="torch", positions=(2, 210)),
+]
+LAYOUTS += QWEN3_NEXT + NEMOTRON
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from ckpt.training.unusual import UNUSUAL, unusual_arguments
 IN_USE = {
     "softmax_type": "learnable",
     "softmax_scale": 0.25,
-    "hybrid_layer_pattern": "M*-",
-    "hybrid_override_pattern": "M*-",
+    "hybrid_layer_pattern": "*-*",
+    "hybrid_override_pattern": "*-*",
     "hybrid_attention_ratio": 0.08,
     "hybrid_mlp_ratio": 0.5,
     "experimental_attention_variant": "dsa",

@@ -20,7 +20,7 @@ import json
 import re
 import signal
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import tiny_families_a
@@ -29,6 +29,7 @@ import torch
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
 from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
+from tiny_hybrid import AROUND, one_block, shortened
 from tiny_linear import DELTA, delta_net, is_linear, whole_delta, whole_gated
 from tiny_tensors import Tensor
 from tiny_tensors import plain as _plain
@@ -62,7 +63,7 @@ OTHER_LAYERS = {**tiny_families_a.LAYERS, **tiny_families_b.LAYERS}
 SAME_NETWORK = {"mistral", "glm4_moe_lite", "olmoe"}
 SHALLOW = {"num_layers": 3, "moe_layer_freq": 1}
 SHALLOW_DEEPSEEK = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
-AS_THEY_ARE = ("qwen3next",)  # layers of several kinds
+AS_THEY_ARE = ("qwen3next", "nemotron")  # layers of several kinds
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ class TinyModel:
         shallow = SHALLOW_DEEPSEEK if prefix else SHALLOW
         shallow = {} if self.family.startswith(AS_THEY_ARE) else shallow
         known = {**given, **shallow, **self.args}
+        if known["hybrid_override_pattern"]:
+            pattern = shortened(known["hybrid_override_pattern"], known["num_layers"])
+            known["hybrid_override_pattern"] = pattern
         return argparse.Namespace(**known)
 
     @property
@@ -91,7 +95,8 @@ class TinyModel:
     @property
     def only_te(self) -> bool:
         """Whether Megatron builds it with TransformerEngine's modules alone."""
-        return bool(self.values.experimental_attention_variant == DELTA)
+        a = self.values
+        return bool(a.experimental_attention_variant == DELTA or a.hybrid_override_pattern)
 
     @property
     def next_mtp(self) -> bool:
@@ -163,13 +168,20 @@ def tensors(model: TinyModel) -> list[Tensor]:
     if a.untie_embeddings_and_output_weights:
         head = (("lm_head.weight", table),)
         found.append(Tensor("output_layer.weight", "vocab", head, copies["shared_head.head"]))
-    return found
+    return [_renamed(item, AROUND) for item in found] if a.hybrid_override_pattern else found
+
+
+def _renamed(item: Tensor, names: dict[str, str]) -> Tensor:
+    return replace(item, parts=tuple((names.get(hf, hf), shape) for hf, shape in item.parts))
 
 
 def _layer(model: TinyModel, core: str, layer: int, hf: str = "") -> list[Tensor]:
     if model.family in OTHER_LAYERS:
         return OTHER_LAYERS[model.family](model, core, layer)
     a, hf = model.values, hf or f"model.layers.{layer}."
+    if a.hybrid_override_pattern:
+        hf = f"backbone.layers.{layer}."
+        return one_block(a, core, hf, a.hybrid_override_pattern[layer], _attention)
     attention = _latent_attention if a.multi_latent_attention else _attention
     attention = delta_net if is_linear(a, layer) else attention
     size = (a.hidden_size,)
@@ -412,6 +424,10 @@ def _names(model: TinyModel, *, te: bool) -> dict[str, str]:
                 name = name.replace(plain, fused)
         if name.split("linear_qkv.")[0] in linear:
             name = name.replace(".linear_qkv.", ".in_proj.")
+        if re.fullmatch(r"decoder\.layers\.\d+\.norm\.weight", name):
+            name = name.replace(".norm.weight", ".mixer.in_proj.layer_norm_weight")
+        if model.values.hybrid_override_pattern:
+            name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
         found[item.name] = name
     return found
 
@@ -627,7 +643,7 @@ def _linears(items) -> list[str]:
 def _add_item(items, prefix, model, item, name, ranks, *, te, single) -> None:
     """One tensor's chunks, put at its place in what is stacked."""
     a = model.values
-    several = isinstance(a.moe_layer_freq, list) or a.linear_attention_freq
+    several = isinstance(a.moe_layer_freq, list) or model.only_te
     alike = not several and not single
     lead: list[tuple[int, int]] = []  # (place, length) of each axis that is put before
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)

@@ -15,6 +15,7 @@ from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
 from ckpt.arch.gpt_oss import GPT_OSS
 from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
 from ckpt.arch.minimax import MINIMAX_M2
+from ckpt.arch.nemotron import NEMOTRON_H
 from ckpt.arch.olmoe import OLMOE
 from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from ckpt.arch.table import Architecture, Const, Rule
@@ -44,6 +45,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         QWEN3_MOE,
         QWEN2_MOE,
         QWEN3_NEXT,
+        NEMOTRON_H,
         DEEPSEEK_V3,
         DEEPSEEK_V2,
         DEEPSEEK_V32,

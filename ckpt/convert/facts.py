@@ -138,6 +138,7 @@ DERIVED: dict[str, Callable[[TrainingArgs], Any]] = {
     "dense_layers": lambda args: [n for n, moe in enumerate(args.moe_layers) if not moe],
     "first_dense": lambda args: args.first_dense,
     "layer_types": layer_types,
+    "shared_ffn_or_0": lambda args: args.shared_ffn or 0,
 }
 
 

@@ -38,6 +38,8 @@ _OLD: tuple[tuple[str, str], ...] = (
     (r"\.self_attention\.linear_proj\.post_layernorm\.", ".post_self_attn_layernorm."),
     (r"\.mlp\.linear_fc2\.post_layernorm\.", ".post_mlp_layernorm."),
     (r"\.self_attention\.linear_qkv(_down_proj)?\.layer_norm_(\w+)$", r".input_layernorm.\2"),
+    (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
+    (r"\.mixer\.conv1d_(weight|bias)$", r".mixer.conv1d.\1"),
     (r"\.self_attention\.in_proj\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
     (r"\.linear_q_up_proj\.layer_norm_(weight|bias)$", r".q_layernorm.\1"),

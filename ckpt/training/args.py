@@ -116,6 +116,13 @@ class TrainingArgs:
     yarn_truncates: bool = True
     # Residuals that start behind the norms (BLOOM and GPT-2 of Megatron-DeepSpeed).
     residual_post_norm: bool = False
+    # Layers of one block each by their letters, and Mamba's sizes.
+    hybrid_pattern: str = ""
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_groups: int = 0
+    mamba_state: int = 0
+    moe_latent: int | None = None
     # Arguments in use that a family must understand, each with a line that explains it.
     unusual: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -305,6 +312,34 @@ class TrainingArgs:
     def down_rows(self) -> int:
         """Rows of both of MLA's down projections."""
         return self.q_down_rows + self.kv_down_rows
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each layer is one block alone, as a pattern says."""
+        return bool(self.hybrid_pattern)
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether any layer is a state-space one."""
+        return "mamba" in self.mixers
+
+    @property
+    def mamba_rows(self) -> int:
+        """Channels of a state-space layer, all heads together."""
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def mamba_group_rows(self) -> int:
+        """Channels of its B, and of its C."""
+        return self.mamba_groups * self.mamba_state
+
+    @property
+    def experts_are_known(self) -> bool:
+        """Whether layers with experts come with what Nemotron-H's have, or there are none."""
+        if not any(self.moe_layers):
+            return True
+        routed = self.is_moe and self.router_score == "sigmoid" and self.router_bias
+        return routed and self.has_shared_expert
 
     @property
     def delta_key_rows(self) -> int:

@@ -9,6 +9,7 @@ from ckpt.errors import FamilyError
 from ckpt.training.args import TrainingArgs
 from ckpt.training.fields import Fields
 from ckpt.training.gemma import gemma
+from ckpt.training.hybrid import hybrid, hybrid_pattern
 from ckpt.training.latent import latent_attention
 from ckpt.training.linear import linear_attention
 from ckpt.training.unusual import unusual_arguments, warnings
@@ -29,7 +30,8 @@ def parse_training_args(
     """
     fields = Fields(values, shapes)
     try:
-        sizes = _sizes(fields)
+        letters = hybrid_pattern(fields)
+        sizes = _sizes(fields, len(letters))
         parsed = {
             **sizes,
             **_attention(fields, sizes),
@@ -40,6 +42,7 @@ def parse_training_args(
             **linear_attention(fields, sizes["layers"]),
             **plain_yarn(fields),
             **windowed_attention(fields),
+            **hybrid(fields, letters, sizes),
             "embedding_norm": "embedding.word_embeddings.norm.weight" in shapes,
             "parallel_residual": bool(fields.get("gpt_j_residual", default=False)),
             "residual_post_norm": bool(
@@ -74,9 +77,10 @@ def _check_kinds(args: TrainingArgs) -> None:
             raise FamilyError(f"{name} must be at least 1", found=getattr(args, name))
 
 
-def _sizes(fields: Fields) -> dict[str, Any]:
+def _sizes(fields: Fields, pattern_length: int) -> dict[str, Any]:
+    """Sizes of the whole; a pattern of layers decides their number."""
     embedding = fields.shape("embedding.word_embeddings.weight")
-    layers = fields.value("num_layers", "encoder_num_layers", default=None)
+    layers = pattern_length or fields.value("num_layers", "encoder_num_layers", default=None)
     if layers is None:
         numbers = [_layer_number(name) for name in fields.shapes]
         found = [number for number in numbers if number is not None]

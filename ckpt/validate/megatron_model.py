@@ -18,6 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
 
+from ckpt.validate import megatron_mamba
+
 # Fields that Megatron's configuration calls as the training arguments do, with the defaults
 # of arguments that older versions did not store.
 _COMMON = {
@@ -156,6 +158,11 @@ def make_config(args, *, te):
         values.update(_fields(args, _EXPERTS))
         values["num_moe_experts"] = args["num_experts"]
         values["moe_token_dispatcher_type"] = "alltoall"  # noqa: S105 - no password
+    if megatron_mamba.pattern_of(args):
+        values.update(_fields(args, megatron_mamba.FIELDS))
+        # the kernel that saves memory is for CUDA alone
+        values.update(use_mamba_mem_eff_path=False, num_layers=len(megatron_mamba.pattern_of(args)))
+        values["moe_latent_size"] = args.get("moe_latent_size")
     if args.get("experimental_attention_variant") in {"gated_delta_net", "gdn"}:
         values.update(_fields(args, _LINEAR))
         if values["experimental_attention_variant"] == "gdn":  # its name in newer versions
@@ -204,18 +211,23 @@ def build(args, *, te):
 
 def _chunk(args, config, stage, *, te):
     layers = {"use_transformer_engine": te, "normalization": config.normalization}
+    at = {"ignore_virtual": False, "vp_stage": stage}
+    ends = {
+        "pre_process": groups.is_pipeline_first_stage(**at),
+        "post_process": groups.is_pipeline_last_stage(**at),
+    }
+    if megatron_mamba.pattern_of(args):
+        return megatron_mamba.build_model(config, args, **ends)
     mtp, block = None, _block_spec(config, stage, layers)
     if config.mtp_num_layers:
         last = _last_layer_spec(config, layers)
         mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=te, vp_stage=stage)
-    at = {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=args["padded_vocab_size"],
         max_sequence_length=args["max_position_embeddings"],
-        pre_process=groups.is_pipeline_first_stage(**at),
-        post_process=groups.is_pipeline_last_stage(**at),
+        **ends,
         parallel_output=True,
         position_embedding_type=args.get("position_embedding_type", "learned_absolute"),
         share_embeddings_and_output_weights=not args.get("untie_embeddings_and_output_weights"),

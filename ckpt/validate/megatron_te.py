@@ -268,10 +268,12 @@ def install(extra="uint8"):
     import megatron.core.models.gpt.moe_module_specs as moe
     import megatron.core.transformer.multi_token_prediction as mtp
     import megatron.core.transformer.transformer_block as block
+    from megatron.core.transformer.moe import moe_layer
 
     specs.TESpecProvider = moe.TESpecProvider = variants.TESpecProvider = Provider
     specs.TENorm = block.LayerNormImpl = Norm
-    specs.HAVE_TE = True
+    specs.HAVE_TE = moe_layer.HAVE_TE = True
+    moe_layer.TELinear = Duplicated
     for name, module in (("TENorm", Norm), ("TEColumnParallelLinear", Column)):
         if hasattr(mtp, name):
             setattr(mtp, name, module)
