@@ -104,6 +104,20 @@ def test_torch_dcp_with_tensor_parallelism_is_refused(tmp_path):
         open_source(source)
 
 
+def test_fused_rows_of_several_ranks_are_refused_in_fsdp_dtensor(tmp_path):
+    """There the rows of Mamba's in_proj lie rank after rank, and not kind after kind."""
+
+    def edit(state):
+        state["args"].tensor_model_parallel_size = 2
+
+    mamba, delta = TinyModel("nemotronh"), TinyModel("qwen3next")
+    source = write_dcp(tmp_path / "mamba", mamba, fsdp=True, edit=edit)
+    with pytest.raises(SourceError, match=r"expected TP 1, or a key for each .* found TP 2"):
+        open_source(source)
+    apart = write_dcp(tmp_path / "delta", delta, fsdp=True, edit=edit)
+    assert_converts(apart, delta, tmp_path / "out")
+
+
 def test_a13_layers_that_no_rank_saved_under_their_own_number_stop_the_run(tmp_path):
     """As where the pipeline's stages all begin at layer 0."""
 

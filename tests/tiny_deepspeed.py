@@ -363,6 +363,7 @@ def is_dense(model: TinyModel) -> bool:
     """Whether Megatron-DeepSpeed could have trained it: its blocks are those of Megatron-LM 3."""
     a = model.values
     plain = not (a.num_experts or a.multi_latent_attention or a.mtp_num_layers)
+    plain = plain and not model.only_te
     return plain and all("post_" not in item.name for item in tensors(model))
 
 

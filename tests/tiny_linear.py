@@ -10,10 +10,11 @@ PARTS = ("query", "key", "value", "z", "beta", "alpha")
 
 
 def is_linear(values, layer: int) -> bool:
-    """Whether layer ``layer`` has a delta net; every ``linear_attention_freq``-th has attention."""
+    """Whether layer ``layer`` has a delta net; a list says it, else every Nth has attention."""
     if values.experimental_attention_variant != DELTA or layer >= values.num_layers:
         return False
-    return bool((layer + 1) % values.linear_attention_freq)
+    frequency = values.linear_attention_freq
+    return bool(frequency[layer] if isinstance(frequency, list) else (layer + 1) % frequency)
 
 
 def delta_net(a, core: str, hf: str) -> list[Tensor]:

@@ -82,6 +82,10 @@ class TinyModel:
         shallow = SHALLOW_DEEPSEEK if prefix else SHALLOW
         shallow = {} if self.family.startswith(AS_THEY_ARE) else shallow
         known = {**given, **shallow, **self.args}
+        layers = known["num_layers"]
+        if known["linear_attention_freq"] and layers % known["linear_attention_freq"]:
+            # a layer for a further token is built like the last one, which must have attention
+            known["linear_attention_freq"] = [(layers - layer + 1) % 2 for layer in range(layers)]
         if known["hybrid_override_pattern"]:
             pattern = shortened(known["hybrid_override_pattern"], known["num_layers"])
             known["hybrid_override_pattern"] = pattern
@@ -794,14 +798,18 @@ def write_dcp(
     With ``world`` ranks, each a process, weights are DTensors cut along their first dimension,
     also where that does not divide. ``edit(state)`` may change what is saved.
     """
+    te = te or model.only_te
     args = training_args(model, Ranks(), te=te, format_="fsdp_dtensor" if fsdp else "torch_dcp")
     names = _names(model, te=te)
     weights = {}
     for item in tensors(model):
         value = whole(model, item, 1)
         split = fsdp and model.values.swiglu and item.kind == "gate_up"
-        halves = value.chunk(2) if split else (value,)
-        for suffix, half in zip(("_w", "_v") if len(halves) == 2 else ("",), halves, strict=True):
+        apart = {"_w": value.chunk(2)[0], "_v": value.chunk(2)[1]} if split else {"": value}
+        if fsdp and "query" in item.block_names:  # a delta net's parts, and not those of Mamba
+            blocks = zip(item.block_names, value.split(item.blocks), strict=True)
+            apart = {f".{part}": block for part, block in blocks}
+        for suffix, half in apart.items():
             weights[f"module.{_grouped_name(names[item.name], te=te)}{suffix}"] = half.clone()
     state = {
         "args": args,

@@ -191,8 +191,9 @@ QWEN3_NEXT = Architecture(
         "has_shared_expert": (True,),
         "shared_gate": (True,),
         "rope_is_scaled": (False,),
-        # The class has one layer that predicts the token after the next.
+        # The class has one layer that predicts the token after the next, with attention.
         "mtp_layers": (0, 1),
+        "further_layers_attend": (True,),
     },
     rules=(
         *EMBEDDING, *NORMS, *_GATED_ATTENTION, *_DELTA_NET, *DENSE_MLP, ROUTER[0], *ROUTED,

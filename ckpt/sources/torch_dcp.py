@@ -31,6 +31,7 @@ _STATE = re.compile(
     r"|opt_param_scheduler|rng_state|rerun_state_machine|rerun_state_machine_state|optimizer)"
     r"([./].*)?"
 )
+_FUSED = re.compile(r".*\.(in_proj|conv1d|conv1d_weight|conv1d_bias)(\.(weight|bias))?")
 _PLAIN_HINT = (
     "Other trainers (torchtitan, torchtune, FSDP) write such directories; convert it with the one "
     "that did. From Megatron-LM, load it there and save with --ckpt-convert-format torch_dist "
@@ -50,6 +51,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     stored = _read_args(index)
     args = stored.values
     items, skipped = _list_items(index)
+    _check_fused(items, args, index)
     files = index.files(items)
     tensors = model_tensors(index.tensors(items))
     return Checkpoint(
@@ -90,6 +92,24 @@ def _read_args(index: Index) -> StoredArgs:
             found=f"TP {sizes.tensor}",
         )
     return stored
+
+
+def _check_fused(items: list[Item], args: dict[str, Any], index: Index) -> None:
+    """Raise SourceError for rows of several kinds that lie rank after rank in one tensor.
+
+    Megatron splits those of gated delta nets into a key for each kind, those of Mamba not.
+    """
+    fused = next((item.name for item in items if _FUSED.fullmatch(item.name)), None)
+    ranks = parallelism_of(args).tensor
+    if fused and ranks > 1:
+        raise SourceError(
+            "a fused projection of tensor-parallel ranks is not supported in this format",
+            file=index.file,
+            tensor=fused,
+            expected="TP 1, or a key for each of its parts",
+            found=f"TP {ranks}",
+            hint="Load it with Megatron-LM and save it as torch_dist (--ckpt-convert-format)",
+        )
 
 
 def _format_name(args: dict[str, Any]) -> str:

@@ -314,6 +314,11 @@ class TrainingArgs:
         return self.q_down_rows + self.kv_down_rows
 
     @property
+    def further_layers_attend(self) -> bool:
+        """Whether layers that predict further tokens, built like the last one, have attention."""
+        return not self.mtp_layers or not self.mixers or self.mixers[-1] == "attention"
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether each layer is one block alone, as a pattern says."""
         return bool(self.hybrid_pattern)
