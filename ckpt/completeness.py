@@ -197,7 +197,8 @@ def reconcile(
 
     Accepted are fused experts and those in one tensor each, names without the prefix of the
     model below the head, copies of tied tensors, stored positions, and what the class itself
-    passes over when it loads.
+    passes over when it loads. Layers that predict further tokens may be absent altogether, as
+    transformers leaves them, but not in part.
     """
     notes: list[str] = []
     names = {name: name for name in found}
@@ -207,6 +208,15 @@ def reconcile(
         notes.append(f"names lack the prefix {start}")
     shapes = {name: found[stored] for name, stored in names.items()}
     differences, fused = _nearest(shapes, config, model)
+    further = further_layers(architecture_of(model.model_class), config, model.stored)
+    if further and not any(name in further for name in shapes):
+        own = {*model.stored, *model.loaded}
+        gone = tuple(name for name in differences.missing if name in own)
+        differences = replace(differences, missing=gone)
+        notes.append(
+            "config.json promises layers that predict further tokens, and none is stored; "
+            "transformers saves none, and speculative decoding with them will fail"
+        )
     if fused:
         notes.append("experts are fused, as transformers holds them in memory")
     left = []

@@ -222,19 +222,20 @@ def test_a06_a_config_of_another_model_is_not_whole(tmp_path, llama):
     assert "and 1 more" in checked.as_text()
 
 
-def test_experts_may_be_fused_or_apart(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_may_be_fused_or_apart(tmp_path, family):
     """transformers 5 holds them fused; a file that does is taken and said."""
     from transformers import AutoModelForCausalLM
 
-    model = saved(tmp_path / "apart", "qwen3_moe")
+    model = saved(tmp_path / "apart", family)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.save_pretrained(tmp_path / "fused", save_original_format=False)
     names = load_file(tmp_path / "fused" / "model.safetensors")
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
     checked = check_model(tmp_path / "fused")
     assert checked.passed, checked.as_text()
     assert any("fused" in note for note in checked.notes)
-    assert not check_model(model).notes
+    assert not any("fused" in note for note in check_model(model).notes)
     gone = "model.layers.1.mlp.experts.down_proj"
     save_file({k: v for k, v in names.items() if k != gone}, tmp_path / "fused/model.safetensors")
     assert check_model(tmp_path / "fused").differences == {"missing": [gone]}
@@ -287,7 +288,7 @@ def test_what_a_class_passes_over_is_said(tmp_path):
 
 
 def test_a12_further_layers_are_checked_although_transformers_does_not_build_them(tmp_path):
-    """config.json promises one; the last layer's tensors, its own and two copies must be there."""
+    """The last layer's tensors, its own and two copies must be there; without any, it is said."""
     model = saved(tmp_path / "model", "deepseek_v3")
 
     def further(tensors):
@@ -298,8 +299,12 @@ def test_a12_further_layers_are_checked_although_transformers_does_not_build_the
         for name, shape in own.items():
             tensors[f"model.layers.2.{name}.weight"] = torch.ones(shape)
 
+    set_config(model, num_nextn_predict_layers=1)
+    left = check_model(model)
+    assert left.passed, left.as_text()
+    assert "promises layers that predict further tokens, and none is stored" in left.notes[0]
     directory = changed(model, tmp_path, further)
-    set_config(directory, num_nextn_predict_layers=1)
+    assert check_model(directory).notes == ()
     assert check_model(directory).passed, check_model(directory).as_text()
     gone = "model.layers.2.eh_proj.weight"
     less = changed(directory, tmp_path / "less", lambda t: t.pop(gone))
