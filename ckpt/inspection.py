@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt.arch import choose_architecture, refuse_foreign
-from ckpt.convert.plan import build_plan
+from ckpt.convert.outline import outline
 from ckpt.errors import CkptError, ModelError
 from ckpt.manifest import MANIFEST_NAME, read_manifest
 from ckpt.shards import INDEX_NAME, read_header
@@ -98,19 +98,17 @@ def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
         args = parse_training_args(checkpoint.args, checkpoint.shapes)
         architecture = choose_architecture(args)
         vocab = args.vocab_size or args.padded_vocab_size
-        plan = build_plan(
-            checkpoint, args, architecture, vocab_size=vocab, dtype=None, copies=False
-        )
+        counts = outline(checkpoint, args, architecture, vocab_size=vocab)
     except CkptError as error:
         return {"convertible": False, "reason": str(error), "notes": list(checkpoint.notes)}
     return {
         "family": architecture.name,
         "model": _model_sizes(args),
-        "parameters": plan.parameters,
+        "parameters": counts.parameters,
         "vocabulary": {
             "size": args.vocab_size or "unknown",
             "stored rows": args.padded_vocab_size,
-            "padding": plan.padding_rows,
+            "padding": counts.padding_rows,
         },
         "convertible": True,
         "notes": [*checkpoint.notes, *args.notes] or "none",

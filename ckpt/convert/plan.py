@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.convert.maps import AddOne, Cast, Combined, Step, result_dtype
 from ckpt.errors import CkptError, PlanError
@@ -93,8 +94,7 @@ class Plan:
         return sum(prod(target.spec.shape) for target in self.targets)
 
 
-@dataclass(frozen=True)
-class _Match:
+class Match(NamedTuple):
     """A source tensor and the row that takes it."""
 
     tensor: SourceTensor
@@ -111,38 +111,42 @@ def build_plan(
     *,
     vocab_size: int,
     dtype: DType | None,
-    copies: bool = True,
 ) -> Plan:
     """The plan that turns a checkpoint into the tensors of ``architecture``.
 
-    ``dtype`` None keeps every tensor's own. Without ``copies`` all is decided and checked as
-    well, but which bytes go where is left out of the targets. Raises PlanError that lists every
-    tensor that no row takes and every row that no tensor fills, and for shards that do not fit.
+    ``dtype`` None keeps every tensor's own. Raises PlanError that lists every tensor that no row
+    takes and every row that no tensor fills, and for shards that do not fit.
     """
-    matches = _match(checkpoint.tensors, architecture, args)
-    builder = _Builder(args, architecture, vocab_size, dtype, copies=copies)
-    for match in sorted(matches, key=lambda m: (_group(m), m.layer, m.position, m.expert)):
+    matches = match_tensors(checkpoint.tensors, architecture, args)
+    builder = Builder(args, architecture, vocab_size, dtype)
+    for match in sorted(matches, key=writing_order):
         builder.add(match)
     return builder.plan()
 
 
-def _group(match: _Match) -> int:
+def writing_order(match: Match) -> tuple[int, int, int, int]:
+    """What to sort matches by: parts of the model, layers, rows of the table, experts."""
+    return (_part(match), match.layer, match.position, match.expert)
+
+
+def _part(match: Match) -> int:
     """Embeddings before the layers, norm and head behind them."""
     if match.layer >= 0:
         return 1
     return 0 if match.rule.source.startswith("embedding.") else 2
 
 
-def _match(
+def match_tensors(
     tensors: Sequence[SourceTensor], architecture: Architecture, args: TrainingArgs
-) -> list[_Match]:
+) -> list[Match]:
+    """Every tensor with its row; PlanError lists tensors without a row and rows without one."""
     expected = dict(_expected(architecture, args))
     known = {tensor.name for tensor in tensors}
     unknown = [tensor for tensor in tensors if tensor.name not in expected]
     missing = [name for name in expected if name not in known]
     if unknown or missing:
         raise PlanError(_describe(unknown, missing, architecture), hint=_HINT)
-    return [_Match(tensor, *expected[tensor.name]) for tensor in tensors]
+    return [Match(tensor, *expected[tensor.name]) for tensor in tensors]
 
 
 _HINT = "Nothing was written. Another --family may fit, or the checkpoint is not what it says"
@@ -212,7 +216,7 @@ def _more(count: int) -> str:
     return f" and {count - _SHOWN} more" if count > _SHOWN else ""
 
 
-class _Builder:
+class Builder:
     """Turns matches into targets, one after another."""
 
     def __init__(
@@ -221,11 +225,9 @@ class _Builder:
         architecture: Architecture,
         vocab_size: int,
         dtype: DType | None,
-        *,
-        copies: bool,
     ) -> None:
+        """``vocab_size`` rows of the embedding are kept, in ``dtype`` or each one's own."""
         self._args, self._architecture, self._dtype = args, architecture, dtype
-        self._copies, self._moved = copies, dict[str, int]()
         self._sizes = Sizes(
             args.heads,
             args.groups,
@@ -240,17 +242,19 @@ class _Builder:
         self._padding_rows = 0
         self._parameters = 0
 
-    def add(self, match: _Match) -> None:
-        """Plan one source tensor; adds its name to whatever goes wrong."""
+    def add(self, match: Match) -> list[Target]:
+        """Plan one source tensor, give its new targets; adds its name to whatever goes wrong."""
+        known = len(self._targets)
         try:
             self._add(match)
         except CkptError as error:
             error.tensor = error.tensor or match.tensor.name
             raise
+        return list(islice(self._targets.values(), known, None))
 
-    def _add(self, match: _Match) -> None:
+    def _add(self, match: Match) -> None:
         rule, tensor = match.rule, match.tensor
-        if match.layer >= self._args.layers + self._args.mtp_kept:
+        if self.is_dropped(match):
             self._dropped.append(tensor.name)
             return
         whole = self._place(tensor.shards, rule.layout, tensor.shape)
@@ -265,7 +269,11 @@ class _Builder:
             self._add_target(match, whole, piece, name)
         for pattern in rule.mtp_copies:
             for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
-                self._add_target(replace(match, layer=layer), whole, pieces[0], pattern)
+                self._add_target(match._replace(layer=layer), whole, pieces[0], pattern)
+
+    def is_dropped(self, match: Match) -> bool:
+        """Whether the tensor is of a layer that the model to write does not have."""
+        return match.layer >= self._args.layers + self._args.mtp_kept
 
     def _blocks(self, layout: Layout) -> tuple[int, ...]:
         return tuple(getattr(self._args, name) for name in layout.blocks)
@@ -303,22 +311,17 @@ class _Builder:
             pairs = _same_boxes(whole.parts, other.parts)
             self._checks += [Check(tensor.name, a, b, name) for a, b in pairs]
 
-    def _add_target(self, match: _Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
+    def _add_target(self, match: Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
         layer, expert, rule = match.layer, match.expert, match.rule
-        name = self._target_name(pattern, layer, expert)
+        name = self.target_name(pattern, layer, expert)
         stored = match.tensor.dtype
         shape: tuple[int, ...] = (piece.rows, *whole.shape[1:])
         if rule.layout.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         stacked = "{expert}" in rule.source and "{expert}" not in pattern
         base = expert * prod(shape) * stored.itemsize if stacked else 0
-        # Parts cover a whole tensor exactly once: place() sees to it.
-        moved = sum(s.length for s in piece.segments) * prod(whole.shape[1:]) * stored.itemsize
-        self._moved[name] = self._moved.get(name, 0) + moved
         copies, *further = (
             tuple(copies_for(held, piece, transposed=rule.layout.transposed, base=base))
-            if self._copies
-            else ()
             for held in _layers(match.tensor, whole)
         )
         if stacked:
@@ -332,7 +335,8 @@ class _Builder:
         spec = TensorSpec(name, result_dtype(stored, steps), shape)
         self._targets[name] = Target(spec, stored, copies, steps, tuple(further))
 
-    def _target_name(self, pattern: str, layer: int, expert: int) -> str:
+    def target_name(self, pattern: str, layer: int, expert: int) -> str:
+        """The name that a row's pattern gives in a layer and for an expert."""
         further, block = layer - self._args.layers, self._architecture.mtp_block
         if further >= 0 and block:
             pattern = pattern.replace(LAYER_BLOCK, block)
@@ -359,9 +363,7 @@ class _Builder:
     def plan(self) -> Plan:
         """The finished plan; raises PlanError when a target is not covered exactly."""
         for name, target in self._targets.items():
-            moved = self._moved[name]
-            if self._copies:
-                moved = sum(copy.nbytes for copy in target.copies)
+            moved = sum(copy.nbytes for copy in target.copies)
             if moved != target.stored_bytes:
                 raise PlanError(
                     "the stored parts do not cover the tensor that is to be written",

@@ -12,7 +12,7 @@ import os
 import struct
 from contextlib import closing
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
 from ckpt.sources.unpickle import Reader, StorageRef, TensorRef
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    Member = tuple[int, int]  # a record: where its bytes begin in the file, and how many they are
+
 _END_RECORD = struct.Struct("<4s4H2LH")
 _END_RECORD_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
-_CENTRAL_ENTRY = struct.Struct("<4s6H3L5H2L")
+# Of a directory's entry what is read: method, sizes, lengths of name, extra field and comment,
+# and where the record's own header is.
+_CENTRAL_ENTRY = struct.Struct("<10xH8xLLHHH8xL")
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _LOCAL_LENGTHS = struct.Struct("<2H")  # of the name and of the extra field, in a local header
 _TAIL_BYTES = 64 * 1024
@@ -33,13 +37,6 @@ _WINDOW_BYTES = 1024
 _PICKLE_LIMIT_BYTES = 4 * 2**30
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _CUT_HINT = "The file seems cut short or damaged; copy it again from the training cluster"
-
-
-class Member(NamedTuple):
-    """One record of an archive: where its bytes begin in the file, and how many they are."""
-
-    offset: int
-    size: int
 
 
 class TorchArchive:
@@ -66,24 +63,26 @@ class TorchArchive:
         extent = _extent(shape, tensor.strides)
         if extent is None:
             raise SourceError("shape and strides do not fit", file=self.file, tensor=name)
+        start, size = member
         needed = (tensor.offset + extent) * dtype.itemsize if extent else 0
-        if needed > member.size or tensor.offset < 0 or min(tensor.strides, default=0) < 0:
+        if needed > size or tensor.offset < 0:
             raise SourceError(
                 "the tensor reaches past its storage",
                 file=self.file,
                 tensor=name,
                 expected=f"at least {needed} bytes",
-                found=f"{member.size} bytes",
+                found=f"{size} bytes",
                 hint=_CUT_HINT,
             )
-        offset = member.offset + tensor.offset * dtype.itemsize
-        return View(self._name, offset, dtype, shape, tensor.strides)
+        return View(
+            self._name, start + tensor.offset * dtype.itemsize, dtype, shape, tensor.strides
+        )
 
 
 @lru_cache(2**16)
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """How many elements lie from the first one to the last, None where this makes no sense."""
-    if len(shape) != len(strides) or min(shape, default=0) < 0:
+    if len(shape) != len(strides) or min((*shape, *strides), default=0) < 0:
         return None
     if 0 in shape:
         return 0
@@ -190,7 +189,7 @@ def _load(
     start = f"{prefix}data/"
     skipped = len(start)
     storages = {
-        name[skipped:]: _behind_header(opened, member) if spans and member.size else member
+        name[skipped:]: _behind_header(opened, member) if spans and member[1] else member
         for name, member in members.items()
         if name.startswith(start)
     }
@@ -198,18 +197,18 @@ def _load(
 
 
 def _behind_header(opened: OpenFile, entry: Member) -> Member:
-    header = opened.read(entry.offset, _LOCAL_HEADER.size)
+    offset, size = entry
+    header = opened.read(offset, _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
         raise SourceError("damaged archive: a record's header is missing", file=opened.path)
     name_length, extra_length = _LOCAL_LENGTHS.unpack_from(header, 26)
-    return Member(entry.offset + _LOCAL_HEADER.size + name_length + extra_length, entry.size)
+    return offset + _LOCAL_HEADER.size + name_length + extra_length, size
 
 
 def _read(opened: OpenFile, entry: Member) -> bytes:
-    if entry.size > _PICKLE_LIMIT_BYTES:
-        raise SourceError(f"a pickle of {entry.size} bytes is too large to be one")
-    record = _behind_header(opened, entry)
-    return opened.read(record.offset, record.size)
+    if entry[1] > _PICKLE_LIMIT_BYTES:
+        raise SourceError(f"a pickle of {entry[1]} bytes is too large to be one")
+    return opened.read(*_behind_header(opened, entry))
 
 
 def _read_directory(opened: OpenFile, offset: int, length: int) -> dict[str, Member]:
@@ -245,21 +244,20 @@ def _read_directory(opened: OpenFile, offset: int, length: int) -> dict[str, Mem
 def _parse_directory(directory: bytes, file: Path, offset: int, end: int) -> dict[str, Member]:
     members: dict[str, Member] = {}
     at, fixed = 0, _CENTRAL_ENTRY.size
-    unpack = _CENTRAL_ENTRY.unpack_from
-    while at + fixed <= len(directory):
-        entry = unpack(directory, at)
-        stored, plain, header = entry[8], entry[9], entry[16]
-        name_end = at + fixed + entry[10]
-        name = directory[at + fixed : name_end].decode("utf-8", "replace")
-        extra = directory[name_end : name_end + entry[11]]
-        at = name_end + entry[11] + entry[12]
-        if extra:
+    unpack, last = _CENTRAL_ENTRY.unpack_from, len(directory) - fixed
+    while at <= last:
+        method, stored, plain, length, extra_length, comment_length, header = unpack(directory, at)
+        at += fixed + length
+        name = directory[at - length : at].decode("utf-8", "replace")
+        if extra_length:
+            extra = directory[at : at + extra_length]
             plain, stored, header = _wide_sizes(extra, plain, stored, header)
-        if entry[4] != 0 or stored != plain:
+        at += extra_length + comment_length
+        if method or stored != plain:
             raise SourceError(f"record {name} is compressed, which torch never does", file=file)
         if offset + header + plain > end:
             raise SourceError(f"record {name} reaches past the archive", file=file, hint=_CUT_HINT)
-        members[name] = Member(offset + header, plain)
+        members[name] = (offset + header, plain)
     return members
 
 
@@ -297,7 +295,7 @@ def _read_legacy(file: Path, stream: Any, reader: Reader, size: int) -> TorchArc
     for key in keys:
         count = int.from_bytes(stream.read(8), "little")
         itemsize = storages[key].dtype.itemsize if key in storages else 1
-        members[str(key)] = Member(stream.tell(), count * itemsize)
+        members[str(key)] = (stream.tell(), count * itemsize)
         if key not in storages or stream.tell() + count * itemsize > size:
             raise SourceError("a storage reaches past the file", file=file, hint=_CUT_HINT)
         stream.seek(count * itemsize, os.SEEK_CUR)
