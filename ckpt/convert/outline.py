@@ -7,6 +7,7 @@ times the ways in which ranks cut them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ckpt.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from ckpt.arch.table import Architecture
+    from ckpt.arch.table import Architecture, Rule
     from ckpt.convert.plan import Match
     from ckpt.sources import Checkpoint
     from ckpt.tensors import Shard
@@ -38,8 +39,9 @@ def outline(
 
     Raises what it raises: names, shapes, cuts and places of all tensors are checked.
     """
+    matches = match_tensors(checkpoint.tensors, architecture, args)
     kinds: dict[Hashable, list[Match]] = {}
-    for match in match_tensors(checkpoint.tensors, architecture, args):
+    for match in matches:
         kinds.setdefault(_kind(match, args), []).append(match)
     builder = Builder(args, architecture, vocab_size, None)
     parameters = 0
@@ -47,41 +49,50 @@ def outline(
         targets = builder.add(first)
         parameters += len(others) * sum(prod(target.spec.shape) for target in targets)
     plan = builder.plan()
-    _check_names(builder, (match for alike in kinds.values() for match in alike))
+    _check_names(builder, {(match.position, match.layer): match for match in matches}.values())
     return Outline(plan.parameters + parameters, plan.padding_rows)
 
 
 def _kind(match: Match, args: TrainingArgs) -> Hashable:
     """Equal for tensors that differ in nothing but their layer, their expert and their files."""
-    tensor, rule = match.tensor, match.rule
-    if "{expert}" in rule.source and not all("{expert}" in name for name in rule.targets):
+    tensor, rule, position, layer, _ = match
+    if _is_stacked(rule):
         return tensor.name  # entries of one stacked tensor add up
-    copies = tuple(_cuts(copy) for copy in tensor.copies)
-    at_end = max(0, match.layer - args.layers + 1)  # layers that predict further tokens
-    shape, shards = tensor.shape, _cuts(tensor.shards)
-    return match.position, at_end, id(tensor.dtype), tensor.combine.value, shape, shards, copies
+    copies = tuple([_cuts(copy) for copy in tensor.copies]) if tensor.copies else ()
+    further = max(0, layer - args.layers + 1)  # layers that predict further tokens
+    shape, shards, combine = tensor.shape, _cuts(tensor.shards), id(tensor.combine)
+    return position, further, id(tensor.dtype), combine, shape, shards, copies
+
+
+@lru_cache
+def _is_stacked(rule: Rule) -> bool:
+    return "{expert}" in rule.source and not all("{expert}" in name for name in rule.targets)
 
 
 def _cuts(shards: Sequence[Shard]) -> Hashable:
-    return tuple(
-        (shard.rank, shard.start, shard.view.shape, id(shard.view.dtype)) for shard in shards
-    )
+    cuts = []
+    for shard in shards:
+        view = shard.view
+        cuts.append((shard.rank, shard.start, view.shape, id(view.dtype)))
+    return tuple(cuts)
 
 
 def _check_names(builder: Builder, matches: Iterable[Match]) -> None:
-    """Raise PlanError for two tensors that are written under one name."""
-    rows: dict[str, int] = {}
+    """Raise PlanError for two tensors that are written under one name.
+
+    ``matches`` hold one expert of each layer: a row writes each expert under a name of its own.
+    """
+    known: set[str] = set()
     for match in matches:
-        if builder.is_dropped(match):
+        if builder.is_dropped(match) or _is_stacked(match.rule):  # the builder had all of these
             continue
         for pattern in match.rule.targets:
             name = builder.target_name(pattern, match.layer, match.expert)
-            stacked = "{expert}" in match.rule.source and "{expert}" not in pattern
-            if name in rows and not (stacked and rows[name] == match.position):
+            if name in known:
                 raise PlanError(
                     "two training tensors claim the same place",
                     tensor=match.tensor.name,
                     expected="one",
                     found=name,
                 )
-            rows[name] = match.position
+            known.add(name)

@@ -7,9 +7,10 @@ chunks, and objects. Each chunk and each object is a whole ``torch.save`` archiv
 
 from __future__ import annotations
 
+import stat
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import SourceError
 from ckpt.sources.dcp_places import checked_places
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 INDEX = ".metadata"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored part of a global tensor: where it belongs and which bytes hold it."""
 
     start: tuple[int, ...]
@@ -60,7 +60,7 @@ class Index:
             metadata = reader.load(content, file=file)
         else:  # the save plans of all ranks are half of the index, and say nothing said here
             metadata = reader.load_without(content, "all_local_plans", file=file)
-        self._places = checked_places(metadata, self.file)
+        self._places, self._boxes = checked_places(metadata, self.file)
         self._entries: dict[str, Any] = metadata.state_dict_metadata
 
     def names(self) -> Iterator[str]:
@@ -78,8 +78,7 @@ class Index:
         if dtype is None:
             raise SourceError("element type is not supported", file=self.directory, tensor=name)
         chunks = []
-        for chunk in entry.chunks:
-            start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+        for start, shape in self._boxes[name]:
             if 0 in shape:
                 continue
             place = self._places.get((name, start))
@@ -89,7 +88,8 @@ class Index:
                     file=self.file,
                     tensor=name,
                 )
-            chunks.append(Chunk(start, shape, place.relative_path, place.offset, place.length))
+            file, offset, length = place
+            chunks.append(Chunk(start, shape, file, offset, length))
         return Item(name, dtype, tuple(entry.size), tuple(chunks))
 
     def has_object(self, name: str) -> bool:
@@ -98,9 +98,8 @@ class Index:
 
     def object(self, name: str) -> Any:  # noqa: ANN401 - unpickled
         """The object stored under that name, unpickled by the allow-list reader."""
-        place = self._places[name, None]
-        file = self.directory / place.relative_path
-        return read_archive(file, self._reader, offset=place.offset, length=place.length).root
+        file, offset, length = self._places[name, None]
+        return read_archive(self.directory / file, self._reader, offset=offset, length=length).root
 
     def tensors(self, items: Sequence[Item]) -> list[SourceTensor]:
         """The tensors under their stored names, every shard at its known start.
@@ -189,13 +188,17 @@ def _dtype(properties: Any) -> DType | None:  # noqa: ANN401 - unpickled
 
 
 def _check_file(file: Path, end: int) -> None:
-    if not file.is_file():
+    try:
+        found = file.stat()
+    except OSError:
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
         raise SourceError("a file that the index names is missing", file=file)
-    if file.stat().st_size < end:
+    if found.st_size < end:
         raise SourceError(
             "the file is shorter than the index says",
             file=file,
             expected=f"at least {end} bytes",
-            found=f"{file.stat().st_size} bytes",
+            found=f"{found.st_size} bytes",
             hint="Copy it again from the training cluster",
         )

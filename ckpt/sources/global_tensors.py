@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt.errors import SourceError
@@ -44,7 +45,7 @@ def model_tensors(stored: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
     not whole and for two keys of one tensor.
     """
     plain = (_named(tensor, names.strip_prefixes(tensor.name)) for tensor in stored)
-    parts = [part for tensor in plain for part in _unstack(tensor)]
+    parts = list(chain.from_iterable(map(_unstack, plain)))
     return tuple(_merge_parts(parts))
 
 
@@ -57,7 +58,9 @@ def _unstack(tensor: SourceTensor) -> list[SourceTensor]:
     if found:
         prefix, rest = found[1], found[2]
         layers = _entries(tensor, lambda index: f"{prefix}{index}.{rest}")
-        return [part for layer in layers for part in _unstack(layer)]
+        if _EXPERTS.match(tensor.name):
+            return list(chain.from_iterable(map(_unstack, layers)))
+        return layers
     found = _EXPERTS.match(tensor.name)
     if not found:
         return [tensor]

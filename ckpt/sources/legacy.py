@@ -327,14 +327,12 @@ class _Collector:
         for rank, stage, views in self._pending:
             held, first = self._expert_ranks(rank), rank.ep * self._local_experts
             for local_name, view in views.items():
-                name = names.shift_layer(local_name, offsets[stage])
-                keys: tuple[int, ...] = (rank.tp,)
-                if names.is_expert(name):
-                    if len(held) > 1:
-                        raise self._overwritten(rank, name, len(held))
-                    name, keys = names.shift_expert(name, first), held
-                for key in keys:
-                    shards.setdefault(name, {}).setdefault(key, []).append(view)
+                name, is_expert = names.global_name(local_name, offsets[stage], first)
+                if is_expert and len(held) > 1:
+                    raise self._overwritten(rank, name, len(held))
+                ranks = shards.setdefault(name, {})
+                for key in held if is_expert else (rank.tp,):
+                    ranks.setdefault(key, []).append(view)
         return self._join(shards)
 
     def _offsets(self) -> dict[int, int]:

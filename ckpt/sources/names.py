@@ -52,6 +52,8 @@ _RENAMES = tuple((re.compile(pattern), new) for pattern, new in _OLD)
 _ANY_OLD = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _OLD))
 _SKIPS = tuple((re.compile(pattern), reason) for pattern, reason in SKIPPED)
 _ANY_SKIP = re.compile("|".join(f"(?:{pattern})" for pattern, _ in SKIPPED))
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+_ZEROS = str.maketrans("123456789", "000000000")
 _MANY = 2**17  # names that a checkpoint may repeat in every rank's file
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.mlp\.experts\.)(\d+)(\..*)$")
@@ -77,15 +79,26 @@ def strip_prefixes(name: str) -> str:
 def canonical(name: str) -> str:
     """The one spelling of a tensor's name; numbers of layers and experts stay as they are."""
     name = strip_prefixes(name)
-    if _ANY_OLD.search(name):
+    if _is_old(_NUMBER.sub(".0", name)):
         for pattern, new in _RENAMES:
             name = pattern.sub(new, name)
     return name
 
 
 @lru_cache(_MANY)
+def _is_old(name: str) -> bool:
+    """Whether a name is of an older spelling; its numbers of layers and experts do not matter."""
+    return _ANY_OLD.search(name) is not None
+
+
+@lru_cache(_MANY)
 def skip_reason(name: str) -> str | None:
     """Why an entry of that name is no weight of the model, or None."""
+    return _skip_reason(name.translate(_ZEROS))  # no reason depends on a number
+
+
+@lru_cache(_MANY)
+def _skip_reason(name: str) -> str | None:
     plain = strip_prefixes(name)
     if not _ANY_SKIP.fullmatch(plain):
         return None
@@ -111,6 +124,15 @@ def layer_of(name: str) -> int | None:
 def shift_layer(name: str, offset: int) -> str:
     """The name with its decoder layer number raised by ``offset``."""
     return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + offset}{found[3]}", name)
+
+
+@lru_cache(_MANY)
+def global_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
+    """A name with the numbers of a stage and an expert rank made global; whether an expert's."""
+    name = shift_layer(name, first_layer)
+    if not is_expert(name):
+        return name, False
+    return shift_expert(name, first_expert), True
 
 
 @lru_cache(_MANY)

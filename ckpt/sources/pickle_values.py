@@ -1,6 +1,11 @@
-"""Builtins that a pickle may call, in forms that make nothing larger than what it holds."""
+"""What a pickle is read from and into: stand-ins, and builtins that it may call.
+
+The builtins are in forms that make nothing larger than what the pickle holds.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 _PATH_LIMIT = 4096
 
@@ -29,3 +34,55 @@ def join_path(*parts: str) -> str:
 def encode(text: str, encoding: str = "latin1") -> bytes:
     """How protocol 2 writes bytes: as text."""
     return text.encode(encoding if encoding in {"latin1", "utf-8", "ascii"} else "latin1")
+
+
+class Record:
+    """A known data class whose state is a dict. No behaviour, and fast to build."""
+
+    stub_name = "?"
+
+
+class Fields(list[Any]):
+    """A known data class whose state, a dict, is its one item: nothing is fast to build but this.
+
+    As a key it is itself and no other, as any object is.
+    """
+
+    __slots__ = ()
+    stub_name = "?"
+    __setstate__ = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+class Unread:
+    """A known data class whose state is of no use here: not even kept."""
+
+    __slots__ = ()
+    stub_name = "?"
+    __setstate__ = staticmethod(id)
+
+
+class Content:
+    """A stream whose whole content the unpickler may take at once, without a copy of it.
+
+    Where it could not peek, it would ask for every few bytes by themselves.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        """Stand before the first byte."""
+        self._content, self._at = content, 0
+
+    def peek(self, _size: int) -> bytes:
+        """What is left."""
+        return self._content[self._at :] if self._at else self._content
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end."""
+        start, self._at = self._at, self._at + size
+        return self._content[start : self._at]
+
+    def readline(self) -> bytes:
+        """Up to the end of the line."""
+        end = self._content.find(b"\n", self._at) + 1
+        return self.read((end or len(self._content)) - self._at)

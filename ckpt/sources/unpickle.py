@@ -12,7 +12,6 @@ The allowed names are those seen in real checkpoints of Megatron-LM, Megatron-Co
 from __future__ import annotations
 
 import gc
-import io
 import mmap
 import pickle
 import sys
@@ -22,7 +21,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckpt.errors import SourceError, UnsafePickleError
 from ckpt.sources.pickle_scan import pickle_end
-from ckpt.sources.pickle_values import encode, join_path, to_bytes, to_text
+from ckpt.sources.pickle_values import (
+    Content,
+    Fields,
+    Record,
+    Unread,
+    encode,
+    join_path,
+    to_bytes,
+    to_text,
+)
 from ckpt.tensors import DType
 
 if TYPE_CHECKING:
@@ -94,8 +102,9 @@ _INERT_CLASSES = {
     ("builtins", "range"),  # a list of it could be of any length
 }
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath"}
-_RECORDS = {"Metadata", "MetadataIndex", "ChunkStorageMetadata", "_StorageInfo"}
-_RECORDS |= {"TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"}
+_RECORDS = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"}
+# Those of which a large index holds hundreds of thousands.
+_FIELDS = {"MetadataIndex", "ChunkStorageMetadata", "_StorageInfo"}
 # The save plans of every rank, most of a large index: nothing in them is read.
 _UNREAD = {"SavePlan", "WriteItem", "TensorWriteData"}
 _BUILTINS: dict[str, Any] = {
@@ -153,18 +162,12 @@ class Stub:
         return f"<{self.stub_name}{getattr(self, 'args', ())!r}>"
 
 
-class Record:
-    """A known data class whose state is a dict. No behaviour, and fast to build."""
-
-    stub_name = "?"
-
-
-class Unread:
-    """A known data class whose state is of no use here: not even kept."""
-
-    __slots__ = ()
-    stub_name = "?"
-    __setstate__ = staticmethod(id)
+_INERT = (Stub, Record, Fields, Unread)
+_BASES: dict[str, type] = {
+    **dict.fromkeys(_RECORDS, Record),
+    **dict.fromkeys(_FIELDS, Fields),
+    **dict.fromkeys(_UNREAD, Unread),
+}
 
 
 class StateDict(dict[Any, Any]):
@@ -232,10 +235,8 @@ class Reader:
         """
         try:
             pickle_end(content)
-            # The unpickler takes what it can peek at, else asks for every few bytes by themselves.
-            stream = io.BufferedReader(io.BytesIO(content), len(content) + 1)
             with unhurried_collector():
-                return _Unpickler(stream, self).load()
+                return _Unpickler(Content(content), self).load()
         except UnsafePickleError as error:
             error.file = file
             raise
@@ -274,7 +275,7 @@ class Reader:
         """The inert stand-in of one foreign class; the same for each use of the name."""
         full = f"{module}.{name}"
         if full not in self.stubs:
-            fields = {"stub_name": full} | ({"__slots__": ()} if base is Unread else {})
+            fields = {"stub_name": full} | ({"__slots__": ()} if base in {Unread, Fields} else {})
             self.stubs[full] = type(name.rpartition(".")[2], (base,), fields)
         return self.stubs[full]
 
@@ -313,8 +314,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _INERT_FUNCTIONS | _INERT_CLASSES:
             return self._reader.stub(module, name)
         if module.startswith("torch.distributed.checkpoint.") and name.lstrip("_")[:1].isupper():
-            base = Record if name in _RECORDS else Unread if name in _UNREAD else Stub
-            return self._reader.stub(module, name, base)
+            return self._reader.stub(module, name, _BASES.get(name, Stub))
         last = name.rpartition(".")[2].lstrip("_")
         is_class = last[:1].isupper()
         if root in sys.stdlib_module_names or root in _FOREIGN_ROOTS or not is_class:
@@ -368,15 +368,11 @@ def _rebuild_from_type(
 
 
 def _reconstruct(kind: Callable[..., object], _base: object, _state: object) -> object:
-    return kind() if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread) else Stub()
+    return kind() if isinstance(kind, type) and issubclass(kind, _INERT) else Stub()
 
 
 def _new_object(kind: Callable[..., object], *args: object) -> object:
-    return (
-        kind(*args)
-        if isinstance(kind, type) and issubclass(kind, Stub | Record | Unread)
-        else Stub()
-    )
+    return kind(*args) if isinstance(kind, type) and issubclass(kind, _INERT) else Stub()
 
 
 def _default_dict(_factory: object = None, *pairs: Any) -> dict[Any, Any]:  # noqa: ANN401
