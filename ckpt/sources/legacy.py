@@ -229,6 +229,7 @@ class _Collector:
         self.args, self.sizes = args, sizes
         self.skipped: list[tuple[str, str]] = []
         self._layers: dict[int, int] = {}
+        self._experts: set[str] = set()
         self._pending: list[tuple[_Rank, int, dict[str, View]]] = []
 
     def add(self, rank: _Rank) -> None:
@@ -330,6 +331,8 @@ class _Collector:
                 name, is_expert = names.global_name(local_name, offsets[stage], first)
                 if is_expert and len(held) > 1:
                     raise self._overwritten(rank, name, len(held))
+                if is_expert:
+                    self._experts.add(name)
                 ranks = shards.setdefault(name, {})
                 for key in held if is_expert else (rank.tp,):
                     ranks.setdefault(key, []).append(view)
@@ -379,20 +382,21 @@ class _Collector:
     def _join(self, shards: dict[str, dict[int, list[View]]]) -> list[SourceTensor]:
         tensors = []
         for name, by_rank in shards.items():
-            views = [by_rank[key][0] for key in sorted(by_rank)]
-            expected = self.sizes.expert_tensor if names.is_expert(name) else self.sizes.tensor
+            ranks = sorted(by_rank)
+            views = [by_rank[key][0] for key in ranks]
+            expected = self.sizes.expert_tensor if name in self._experts else self.sizes.tensor
             if len(views) != expected:
                 raise SourceError(
                     "only some ranks hold this tensor",
                     file=views[0].file,
                     tensor=name,
                     expected=f"{expected} tensor-parallel ranks",
-                    found=f"ranks {sorted(by_rank)}",
+                    found=f"ranks {ranks}",
                 )
-            main = rank_shards(name, {key: found[0] for key, found in by_rank.items()})
+            main = rank_shards(name, ranks, views)
             # A second expert rank's copy, where there is one, is enough to notice drift.
-            spare = {key: found[1] for key, found in by_rank.items() if len(found) > 1}
-            copies = (rank_shards(name, spare),) if len(spare) == len(by_rank) else ()
+            spare = [found[1] for key in ranks if len(found := by_rank[key]) > 1]
+            copies = (rank_shards(name, ranks, spare),) if len(spare) == len(ranks) else ()
             held = (name,) * len(copies)
             dtype = views[0].dtype
             tensors.append(SourceTensor(name, dtype, main, copies=copies, copy_names=held))

@@ -126,13 +126,19 @@ def shift_layer(name: str, offset: int) -> str:
     return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + offset}{found[3]}", name)
 
 
-@lru_cache(_MANY)
 def global_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
     """A name with the numbers of a stage and an expert rank made global; whether an expert's."""
+    head, number, tail = _around_expert(name, first_layer)
+    if number is None:
+        return head, False
+    return f"{head}{number + first_expert}{tail}", True
+
+
+@lru_cache(_MANY)
+def _around_expert(name: str, first_layer: int) -> tuple[str, int | None, str]:
     name = shift_layer(name, first_layer)
-    if not is_expert(name):
-        return name, False
-    return shift_expert(name, first_expert), True
+    found = _EXPERT.match(name)
+    return (found[1], int(found[2]), found[3]) if found else (name, None, "")
 
 
 @lru_cache(_MANY)

@@ -32,7 +32,7 @@ _LINES = {
     if opcode.arg is not None and opcode.arg.n == pickletools.UP_TO_NEWLINE
 }
 _ENDS_WINDOW = _LINES | {_STOP, _FRAME}  # what a part of a pickle is not enough to judge
-_WINDOW_BYTES = 512
+_WINDOW_BYTES = 2048
 _ALIKE_BYTES = 2**20  # an index is larger, and there is one
 _NO_END = "the pickle has no end, or claims more than the file holds"
 
@@ -78,7 +78,7 @@ def pickle_end(data: Buffer, start: int = 0) -> int:
     raise ValueError(_NO_END)
 
 
-@lru_cache(2**13)
+@lru_cache(2**12)
 def _harmless(window: bytes) -> tuple[int, int]:
     """How many bytes of opcodes lie whole in the window, and the largest number of an object.
 

@@ -17,11 +17,10 @@ _TIED_HEADS = ("output_layer.weight", "word_embeddings_for_head.weight", "word_e
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def rank_shards(name: str, views: Mapping[int, View]) -> tuple[Shard, ...]:
-    """The shards of one tensor by rank; raises SourceError where element types differ."""
-    ranks = sorted(views)
-    one_dtype(name, [views[rank] for rank in ranks])
-    return tuple(Shard(views[rank], rank=rank) for rank in ranks)
+def rank_shards(name: str, ranks: Sequence[int], views: Sequence[View]) -> tuple[Shard, ...]:
+    """The shards of one tensor, of these ranks; raises SourceError where element types differ."""
+    one_dtype(name, views)
+    return tuple([Shard(view, rank=rank) for rank, view in zip(ranks, views, strict=True)])
 
 
 def one_dtype(name: str, views: Sequence[View]) -> DType:

@@ -292,9 +292,9 @@ class _Unpickler(pickle.Unpickler):
         self._reader = reader
 
     def persistent_load(self, pid: object) -> StorageRef:
-        if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage":  # noqa: PLR2004
-            _, kind, key, _, count = pid[:5]
-            if isinstance(kind, _StorageType) and isinstance(key, str) and isinstance(count, int):
+        if type(pid) is tuple and len(pid) >= 5 and pid[0] == "storage":  # noqa: PLR2004
+            _, kind, key, _, count, *_ = pid
+            if type(kind) is _StorageType and type(key) is str and type(count) is int:
                 return StorageRef(key, kind.dtype, count)
         raise SourceError(f"unknown kind of storage {str(pid)[:80]}")
 
