@@ -40,20 +40,19 @@ class _Rank:
     tp: int
     pp: int
     ep: int
-    archive: TorchArchive
+    file: Path
 
-    @property
-    def chunks(self) -> list[Mapping[str, Any]]:
-        """State dicts of the model chunks, in order."""
-        root = self.archive.root
-        if "model" in root:
-            return [root["model"]]
-        numbered = sorted(
-            (int(key[5:]), value)
-            for key, value in root.items()
-            if key.startswith("model") and key[5:].isdigit()
-        )
-        return [value for _, value in numbered]
+
+def _chunks(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """State dicts of the model chunks, in order."""
+    if "model" in root:
+        return [root["model"]]
+    numbered = sorted(
+        (int(key[5:]), value)
+        for key, value in root.items()
+        if key.startswith("model") and key[5:].isdigit()
+    )
+    return [value for _, value in numbered]
 
 
 def read(located: Located, *, spans: bool) -> Checkpoint:
@@ -64,23 +63,21 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     those that the training arguments say.
     """
     reader = Reader()
-    files = _rank_files(located.directory)
     with unhurried_collector():
-        return _read(located, files, reader, spans=spans)
+        return _read(located, _rank_files(located.directory), reader, spans=spans)
 
 
 def _read(
     located: Located, files: dict[tuple[int, ...], Path], reader: Reader, *, spans: bool
 ) -> Checkpoint:
-    archives = {key: _open(file, reader, spans=spans) for key, file in files.items()}
-    args = _plain_args(next(iter(archives.values())))
-    for archive in archives.values():  # what is left is the models, and all of it is needed
-        archive.root = {key: archive.root[key] for key in _model_keys(archive.root)}
+    first = _open(next(iter(files.values())), reader, spans=spans)
+    args = _plain_args(first)
     sizes = parallelism_of(args)
-    ranks = _grid(archives, sizes, located.directory)
-    collector = _Collector(args, replace(sizes, virtual_pipeline=len(ranks[0].chunks)))
-    for rank in ranks:
-        collector.add(rank)
+    ranks = _grid(files, sizes, located.directory)
+    collector = _Collector(args, replace(sizes, virtual_pipeline=len(_chunks(first.root))))
+    for rank in ranks:  # what a file holds beside places of tensors is forgotten before the next
+        is_first = rank.file == first.file
+        collector.add(rank, first if is_first else _open(rank.file, reader, spans=spans))
     tensors = [reorder_qkv(tensor, args) for tensor in collector.tensors()]
     return Checkpoint(
         format="torch",
@@ -161,28 +158,26 @@ def _plain_args(archive: TorchArchive) -> dict[str, Any]:
     return values
 
 
-def _grid(
-    archives: dict[tuple[int, ...], TorchArchive], sizes: Parallelism, directory: Path
-) -> list[_Rank]:
+def _grid(files: dict[tuple[int, ...], Path], sizes: Parallelism, directory: Path) -> list[_Rank]:
     """Every rank's file; the name's numbers are read by what the args say (PP before EP)."""
     ranks: dict[tuple[int, int, int], _Rank] = {}
-    for numbers, archive in archives.items():
+    for numbers, file in files.items():
         rest = list(numbers[1:])
         pp = rest.pop(0) if sizes.pipeline > 1 and rest else 0
         ep = rest.pop(0) if sizes.expert > 1 and rest else 0
         if any(rest):  # some versions write _000 for a size of 1
             raise SourceError(
                 "the directory's name has more ranks than the training arguments",
-                file=archive.file,
+                file=file,
                 expected=f"PP {sizes.pipeline}, EP {sizes.expert}",
-                found=archive.file.parent.name,
+                found=file.parent.name,
             )
-        known = ranks.setdefault((numbers[0], pp, ep), _Rank(numbers[0], pp, ep, archive))
-        if known.archive is not archive:
+        known = ranks.setdefault((numbers[0], pp, ep), _Rank(numbers[0], pp, ep, file))
+        if known.file is not file:
             raise SourceError(
                 "two directories are of the same rank",
-                file=archive.file,
-                found=f"{known.archive.file.parent.name} and {archive.file.parent.name}",
+                file=file,
+                found=f"{known.file.parent.name} and {file.parent.name}",
             )
     missing = [key for key in _expected(sizes) if key not in ranks]
     if missing:
@@ -196,7 +191,7 @@ def _grid(
     if extra:
         raise SourceError(
             "files of ranks that the training arguments do not have: "
-            + ", ".join(ranks[key].archive.file.parent.name for key in extra),
+            + ", ".join(ranks[key].file.parent.name for key in extra),
             file=directory,
             hint="They are of another run; remove them",
         )
@@ -232,18 +227,18 @@ class _Collector:
         self._experts: set[str] = set()
         self._pending: list[tuple[_Rank, int, dict[str, View]]] = []
 
-    def add(self, rank: _Rank) -> None:
+    def add(self, rank: _Rank, archive: TorchArchive) -> None:
         """Take the tensors of one file."""
-        chunks = rank.chunks
+        chunks = _chunks(archive.root)
         if len(chunks) != self.sizes.virtual_pipeline:
             raise SourceError(
                 "holds another number of model chunks than its neighbours",
-                file=rank.archive.file,
+                file=rank.file,
                 expected=self.sizes.virtual_pipeline,
                 found=len(chunks),
             )
         for number, chunk in enumerate(chunks):
-            views = self._views(rank, chunk)
+            views = self._views(rank, archive, chunk)
             stage = number * self.sizes.pipeline + rank.pp
             layers = {names.layer_of(name) for name in views} - {None}
             self._count_layers(rank, stage, {layer for layer in layers if layer is not None})
@@ -254,18 +249,20 @@ class _Collector:
         if layers != set(range(count)):
             raise SourceError(
                 "layers are not numbered from 0 without a gap",
-                file=rank.archive.file,
+                file=rank.file,
                 found=sorted(layers),
             )
         if self._layers.setdefault(stage, count) != count:
             raise SourceError(
                 "holds another number of layers than the other ranks of its stage",
-                file=rank.archive.file,
+                file=rank.file,
                 expected=self._layers[stage],
                 found=count,
             )
 
-    def _views(self, rank: _Rank, chunk: Mapping[str, Any]) -> dict[str, View]:
+    def _views(
+        self, rank: _Rank, archive: TorchArchive, chunk: Mapping[str, Any]
+    ) -> dict[str, View]:
         views: dict[str, View] = {}
         for name, value in flatten(chunk):
             reason = names.skip_reason(name)
@@ -273,7 +270,7 @@ class _Collector:
                 if rank.tp == rank.ep == 0:
                     self.skipped.append((name, reason))
             elif isinstance(value, TensorRef):
-                view = rank.archive.view(value, name=name)
+                view = archive.view(value, name=name)
                 plain = names.canonical(name)
                 grouped = ".mlp.experts." in plain and not names.is_expert(plain)
                 parts = self._split_grouped(plain, view) if grouped else ((plain, view),)
@@ -281,7 +278,7 @@ class _Collector:
                     if part_name in views:
                         raise SourceError(
                             "two entries are the same tensor",
-                            file=rank.archive.file,
+                            file=rank.file,
                             tensor=name,
                             hint="A model with an encoder and a decoder (T5) is not supported"
                             if name.startswith(("encoder.", "decoder."))
@@ -289,7 +286,7 @@ class _Collector:
                         )
                     views[part_name] = part
             elif value is not None:
-                raise _no_tensor(value, rank.archive.file, name)
+                raise _no_tensor(value, rank.file, name)
         return views
 
     def _split_grouped(self, name: str, view: View) -> Iterator[tuple[str, View]]:
@@ -356,7 +353,7 @@ class _Collector:
     def _overwritten(self, rank: _Rank, name: str, writers: int) -> SourceError:
         return SourceError(
             f"{writers} expert tensor-parallel ranks wrote this one file over each other",
-            file=rank.archive.file,
+            file=rank.file,
             tensor=name,
             expected=f"ETP at most TP, which is {self.sizes.tensor}",
             found=f"ETP {self.sizes.expert_tensor}",
