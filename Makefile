@@ -39,7 +39,7 @@ test: $(VENV)/.test
 	$(PY) -m pytest -n 2 --dist loadfile -m "not vllm and not megatron and not gpu"
 
 test-megatron: $(VENV)/.megatron
-	$(PY) -m pytest -m "megatron and not vllm and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "megatron and not vllm and not gpu"
 
 engine: $(VENV)/.app
 	$(CKPT) engine install vllm

@@ -53,8 +53,10 @@ class CkptError(Exception):
         """Everything on one line: where, what, expected and found, and the next step."""
         where = ": ".join(part for part in (self.file, self.tensor) if part)
         text = f"{where}: {self.message}" if where else self.message
-        if self.expected is not None or self.found is not None:
-            text += f" (expected {self.expected}, found {self.found})"
+        sides = (("expected", self.expected), ("found", self.found))
+        told = [f"{side} {value}" for side, value in sides if value is not None]
+        if told:
+            text += f" ({', '.join(told)})"
         if self.hint:
             text += f". {self.hint}"
         return " ".join(text.split("\n"))

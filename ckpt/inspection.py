@@ -111,7 +111,7 @@ def _conversion(checkpoint: Checkpoint) -> dict[str, Any]:
             "padding": counts.padding_rows,
         },
         "convertible": True,
-        "notes": [*checkpoint.notes, *args.notes] or "none",
+        "notes": [*architecture.warnings(args), *checkpoint.notes, *args.notes] or "none",
     }
 
 
@@ -125,6 +125,8 @@ def _model_sizes(args: TrainingArgs) -> dict[str, Any]:
         "ffn": args.ffn_hidden_size,
         "tied": args.tied,
     }
+    if args.mtp_layers:
+        sizes["layers for further tokens"] = args.mtp_layers
     if args.experts:
         sizes |= {"experts": args.experts, "top-k": args.router_topk, "expert ffn": args.expert_ffn}
     return sizes

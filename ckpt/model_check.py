@@ -38,11 +38,12 @@ class ModelCheck:
     facts: Mapping[str, Any]
     differences: Mapping[str, list[str]]
     notes: tuple[str, ...] = ()
+    compared: bool = True
 
     @property
     def passed(self) -> bool:
-        """Whether there is no difference."""
-        return not self.differences
+        """Whether the tensors were compared with a model and no difference was found."""
+        return self.compared and not self.differences
 
     def as_dict(self) -> dict[str, Any]:
         """Everything for machines."""
@@ -59,7 +60,9 @@ class ModelCheck:
         for kind, items in self.differences.items():
             more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
             facts[f"{kind} ({len(items)})"] = [*items[:_SHOWN], *more]
-        facts["verdict"] = "whole" if self.passed else "not whole"
+        facts["verdict"] = "not whole" if self.differences else "whole"
+        if not self.compared:
+            facts["verdict"] = f"unknown: no model to compare with; files {facts['verdict']}"
         return Inspection(facts).as_text()
 
 
@@ -101,7 +104,7 @@ def check_model(path: Path) -> ModelCheck:
         "config_says": named,
     }
     _note_dtypes(found, named)
-    return ModelCheck(facts, found.wrong, tuple(found.notes))
+    return ModelCheck(facts, found.wrong, tuple(found.notes), compared=not meta.lacks)
 
 
 def _read_config(file: Path) -> dict[str, Any]:

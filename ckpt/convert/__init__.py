@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ckpt.convert.reference import (
     copied_files,
     read_reference,
 )
+from ckpt.convert.vocabulary import find_vocabulary
 from ckpt.errors import FamilyError, OptionsError, SourceError
 from ckpt.manifest import fingerprint, write_stage
 from ckpt.metamodel import ModelBuilder
@@ -28,7 +30,13 @@ from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_co
 from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.tensors import DType
-from ckpt.training import TrainingArgs, lacking_arguments, parse_overrides, parse_training_args
+from ckpt.training import (
+    TrainingArgs,
+    lacking_arguments,
+    parse_overrides,
+    parse_training_args,
+    unread_arguments,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,15 +90,18 @@ def plan_conversion(
 
 
 def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
-    values = training_values(checkpoint, parse_overrides(options.overrides))
+    overrides = parse_overrides(options.overrides)
+    values = training_values(checkpoint, overrides)
     refuse_foreign([tensor.name for tensor in checkpoint.tensors], values)
     args = parse_training_args(values, checkpoint.shapes)
+    _check_overrides(overrides, checkpoint, values)
     if options.mtp == "drop":
         args = replace(args, mtp_kept=0)
     reference = read_reference(options.reference) if options.reference else None
     architecture = _choose_family(args, options.family, reference)
+    by_reference = reference is not None and options.family is None
     tokenizer = _find_tokenizer(options, reference)
-    vocab_size, vocabulary_note = _vocabulary(args, options, tokenizer, reference)
+    vocab_size, vocabulary_note = find_vocabulary(args, options, tokenizer, reference)
     cast = _DTYPES.get(options.dtype)
     plan = build_plan(checkpoint, args, architecture, vocab_size=vocab_size, dtype=cast)
     specs = [target.spec for target in plan.targets]
@@ -102,7 +113,9 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     if tokenizer:
         config |= tokenizer.special
     compared = compare_reference(reference, config, architecture, args) if reference else None
-    config = dict(compared.config) if compared else config
+    # Without these keys every class of transformers has numbers of its own.
+    unknown = {"bos_token_id": None, "eos_token_id": None}
+    config = unknown | (dict(compared.config) if compared else config)
     copied = tokenizer.files if tokenizer else ()
     copied += tuple(copied_files(reference, copied)) if reference else ()
     notes = _notes(checkpoint, args, plan, tokenizer, vocabulary_note)
@@ -117,6 +130,7 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
         copied=copied,
         notes=(
             *architecture.warnings(args),
+            *([f"family {architecture.name}, as the reference's"] if by_reference else []),
             *notes,
             *(compared.notes if compared else ()),
         ),
@@ -140,6 +154,9 @@ def convert_checkpoint(
     OutputError when the output is in the way or cannot be written, and whatever
     :func:`plan_conversion` raises.
     """
+    from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
+
+    staging.check_output(output, overwrite=options.overwrite)
     with ModelBuilder() as builder:
         conversion = plan_conversion(source, options, iteration=iteration)
         return carry_out(conversion, output, options, progress=progress, builder=builder)
@@ -179,9 +196,10 @@ def carry_out(
         with ModelBuilder() as own:
             return carry_out(conversion, output, options, progress=progress, builder=own)
     progress, started = progress or Silent(), time.monotonic()
+    staging.check_output(output, overwrite=options.overwrite)
+    staging.check_apart(output, conversion.checkpoint.directory)
     for note in conversion.notes:
         progress.note(f"note: {note}")
-    staging.check_output(output, overwrite=options.overwrite)
     with write.Files() as files:
         drift = checks.run_checks(conversion.plan.checks, files, progress).note()
         if drift:
@@ -252,6 +270,20 @@ def _hashed(directory: Path, name: str) -> Written:
     return write.Written(name, len(content), sha256(content).hexdigest())
 
 
+def _check_overrides(
+    overrides: Mapping[str, Any], checkpoint: Checkpoint, values: Mapping[str, Any]
+) -> None:
+    """Raise OptionsError for a --set that nothing reads."""
+    new = [name for name in overrides if name not in checkpoint.args]
+    unread = unread_arguments(new, values, checkpoint.shapes)
+    if unread:
+        near = difflib.get_close_matches(unread[0], checkpoint.args, n=1)
+        raise OptionsError(
+            f"--set {unread[0]}: no such training argument is read or stored",
+            hint=f"Did you mean {near[0]}?" if near else None,
+        )
+
+
 def _choose_family(
     args: TrainingArgs, family: str | None, reference: Reference | None
 ) -> Architecture:
@@ -273,44 +305,6 @@ def _find_tokenizer(options: ConvertOptions, reference: Reference | None) -> Tok
     if options.tokenizer is None and reference is not None and reference.has_tokenizer:
         return read_tokenizer(reference.file.parent)
     return read_tokenizer(options.tokenizer) if options.tokenizer else None
-
-
-def _vocabulary(
-    args: TrainingArgs,
-    options: ConvertOptions,
-    tokenizer: Tokenizer | None,
-    reference: Reference | None,
-) -> tuple[int, str | None]:
-    """The true vocabulary size, and where it was found; never a guess."""
-    size, origin = args.padded_vocab_size, "no vocabulary size is known: padding rows are kept"
-    if options.vocab_size is not None:
-        size, origin = options.vocab_size, ""
-    elif reference is not None and reference.vocab_size is not None:
-        size, origin = reference.vocab_size, ""
-        if args.vocab_size not in {None, size}:
-            origin = f"vocabulary size {size} taken from the reference, not {args.vocab_size}"
-    elif args.vocab_size is not None:
-        size, origin = int(args.vocab_size), ""
-    elif tokenizer is not None and tokenizer.size is not None:
-        size = min(tokenizer.size, args.padded_vocab_size)
-        origin = f"vocabulary size {size} taken from the tokenizer"
-    if size > args.padded_vocab_size:
-        raise OptionsError(
-            "the vocabulary is larger than the stored embedding",
-            expected=f"at most {args.padded_vocab_size}",
-            found=size,
-        )
-    highest = tokenizer.highest_id if tokenizer else None
-    if highest is not None and highest >= size:
-        raise OptionsError(
-            "the tokenizer has ids that the model would lack",
-            file=tokenizer.files[0][1].parent if tokenizer else None,
-            expected=f"ids below {size}",
-            found=f"id {highest}",
-            hint=f"Keep more rows with --vocab-size (up to {args.padded_vocab_size}), "
-            "or give the tokenizer that the model was trained with",
-        )
-    return size, origin or None
 
 
 def _main_dtype(specs: Sequence[TensorSpec]) -> DType:
@@ -342,7 +336,10 @@ def _notes(
         names = ", ".join(checkpoint.foreign_classes)
         notes.append(f"classes read as inert values, no code of theirs was run: {names}")
     if tokenizer is None:
-        notes.append("no tokenizer: text requests will fail; give one with --tokenizer")
+        notes.append(
+            "no tokenizer: text requests will fail, and config.json names no begin and end of "
+            "text; give one with --tokenizer"
+        )
     elif not tokenizer.has_chat_template:
         notes.append("no chat template: chat requests will be refused, completions work")
     return tuple(notes)

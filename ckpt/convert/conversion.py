@@ -44,7 +44,9 @@ class Conversion:
         """The plan in full, for ``--plan``."""
         proof = [self.proof.as_text()] if self.proof else []
         compared = [self.reference.as_text()] if self.reference else []
-        return "\n".join([self.summary(), *proof, *compared, describe_plan(self.plan, self.files)])
+        notes = [f"note: {note}" for note in self.notes]
+        parts = [self.summary(), *proof, *notes, *compared]
+        return "\n".join([*parts, describe_plan(self.plan, self.files)])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for machines: files, tensors and totals."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt.training import TrainingArgs
 
 _SHOWN = 8
+_ROOM = 100_000  # names beyond twice those that are there: a damaged argument, not a lost file
 LAYER_BLOCK = "model.layers.{layer}."
 
 
@@ -140,8 +141,16 @@ def match_tensors(
     tensors: Sequence[SourceTensor], architecture: Architecture, args: TrainingArgs
 ) -> list[Match]:
     """Every tensor with its row; PlanError lists tensors without a row and rows without one."""
-    expected = dict(_expected(architecture, args))
     known = {tensor.name for tensor in tensors}
+    limit = 2 * len(known) + _ROOM
+    expected = dict(islice(_expected(architecture, args), limit))
+    if len(expected) == limit:
+        raise PlanError(
+            "the training arguments ask for far more tensors than there are",
+            expected=f"at least {limit:,} for {args.layers:,} layers",
+            found=f"{len(known):,}",
+            hint=_HINT,
+        )
     unknown = [tensor for tensor in tensors if tensor.name not in expected]
     missing = [name for name in expected if name not in known]
     if unknown or missing:

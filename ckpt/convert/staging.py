@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.shards import TensorSpec
 
 __all__ = [
+    "check_apart",
     "check_output",
     "check_written",
     "clear_receipts",
@@ -56,6 +57,14 @@ def check_output(output: Path, *, overwrite: bool) -> None:
             "the output exists and was not written by ckpt, so --overwrite does not touch it",
             file=output,
             hint="Remove it yourself, or choose another one",
+        )
+
+
+def check_apart(output: Path, source: Path) -> None:
+    """Raise OutputError when the output would grow inside the checkpoint."""
+    if output.resolve().is_relative_to(source.resolve()):
+        raise OutputError(
+            "the output lies inside the checkpoint", file=output, hint="Choose another place"
         )
 
 

@@ -71,6 +71,8 @@ def locate(path: Path, iteration: IterationChoice = "latest") -> Located:
     ``path`` may be a run's root or one iteration's directory. Raises SourceError when
     there is none, when it is incomplete, or when the choice would be a guess.
     """
+    if path.is_file():
+        raise SourceError("a file, not a checkpoint", file=path, hint="Give its directory")
     if not path.is_dir():
         raise SourceError("no such directory", file=path)
     kind = detect_format(path)

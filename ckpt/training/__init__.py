@@ -7,7 +7,7 @@ derived from the tensors' shapes where these leave no doubt, or asked for.
 
 from ckpt.training.args import TrainingArgs
 from ckpt.training.overrides import lacking_arguments, parse_overrides
-from ckpt.training.parse import parse_training_args
+from ckpt.training.parse import parse_training_args, unread_arguments
 from ckpt.training.yarn import yarn_scale
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "lacking_arguments",
     "parse_overrides",
     "parse_training_args",
+    "unread_arguments",
     "yarn_scale",
 ]

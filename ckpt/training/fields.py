@@ -16,11 +16,19 @@ _COUNTS |= {"padded_vocab_size", "vocab_size", "max_position_embeddings", "seq_l
 _COUNTS |= {"num_experts", "moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"}
 _COUNTS |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
 
+_LARGEST = 10**8
+
 
 def _checked(name: str, value: Any) -> Any:  # noqa: ANN401 - any field
     """The value; raises FamilyError for a size that is no whole number."""
     if name in _COUNTS and value is not None and type(value) is not int:
         raise FamilyError(f"training argument {name} is no whole number", found=repr(value)[:40])
+    if name in _COUNTS and value is not None and value > _LARGEST:
+        raise FamilyError(
+            f"training argument {name} is larger than any model",
+            expected=f"at most {_LARGEST:,}",
+            found=repr(value)[:40],
+        )
     return value
 
 
@@ -30,10 +38,12 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
         """``values`` is the namespace, ``shapes`` the tensors' whole shapes by canonical name."""
         self.values, self.shapes = values, shapes
+        self.asked: set[str] = set()
         self.notes: list[str] = []
 
     def get(self, *names: str, default: Any = _REQUIRED) -> Any:  # noqa: ANN401 - any field
         """The first of the names that the namespace has; its default if none is there."""
+        self.asked.update(names)
         for name in names:
             if name in self.values:
                 return _checked(name, self.values[name])

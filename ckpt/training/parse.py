@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields as dataclass_fields
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import FamilyError
@@ -12,12 +13,12 @@ from ckpt.training.gemma import gemma
 from ckpt.training.hybrid import hybrid, hybrid_pattern
 from ckpt.training.latent import latent_attention
 from ckpt.training.linear import linear_attention
-from ckpt.training.unusual import unusual_arguments, warnings
+from ckpt.training.unusual import ALSO_READ, UNUSUAL, unusual_arguments, warnings
 from ckpt.training.window import windowed_attention
 from ckpt.training.yarn import plain_yarn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 def parse_training_args(
@@ -28,7 +29,22 @@ def parse_training_args(
     ``shapes`` maps canonical tensor names to whole shapes (None where unknown); they fill
     in for absent fields. Raises FamilyError naming a field that nothing decides.
     """
+    return parse_fields(Fields(values, shapes))
+
+
+def unread_arguments(
+    given: Collection[str], values: Mapping[str, Any], shapes: Mapping[str, Any]
+) -> list[str]:
+    """Those of the names ``given`` by hand that nothing reads and that no checkpoint stored."""
     fields = Fields(values, shapes)
+    parse_fields(fields)
+    known = fields.asked | {row[0] for row in UNUSUAL} | ALSO_READ
+    return [name for name in given if name not in known]
+
+
+def parse_fields(fields: Fields) -> TrainingArgs:
+    """:func:`parse_training_args` of a reader, which keeps what was asked of it."""
+    values, shapes = fields.values, fields.shapes
     try:
         letters = hybrid_pattern(fields)
         sizes = _sizes(fields, len(letters))
@@ -75,6 +91,10 @@ def _check_kinds(args: TrainingArgs) -> None:
     for name in ("layers", "hidden_size", "heads", "groups", "head_dim", "padded_vocab_size"):
         if getattr(args, name) < 1:
             raise FamilyError(f"{name} must be at least 1", found=getattr(args, name))
+    for name in ("norm_eps", "rotary_base", "rotary_percent", "max_positions"):
+        value = getattr(args, name)
+        if not 0 < value < inf:
+            raise FamilyError(f"{name} must be a number above 0", found=value)
 
 
 def _sizes(fields: Fields, pattern_length: int) -> dict[str, Any]:

@@ -57,6 +57,13 @@ UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("retro_add_retriever", (None, False), "a retriever in the model"),
     ("use_engram", (None, False), "n-gram memories"),
 )
+# Read elsewhere than through the fields of the architecture.
+ALSO_READ = frozenset({
+    "mla_softmax_mscale", "moe_router_load_balancing_type", "moe_expert_capacity_factor",
+    "untie_embeddings_and_output_weights", "num_experts", "checkpoint_version",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+})  # fmt: skip
 _SINKHORN = "moe_router_load_balancing_type"
 
 
