@@ -41,8 +41,10 @@ def test_convert_prints_one_summary_and_its_notes(tmp_path, source):
         f"wrote {tmp_path}/out: LlamaForCausalLM, {size}",
         "  note: iteration 10, which latest_checkpointed_iteration.txt names",
         "  note: 29 padding rows of the vocabulary left out",
-        "  note: no tokenizer: text requests will fail, and config.json names no begin and end of "
-        "text; give one with --tokenizer",
+        (
+            "  note: no tokenizer: text requests will fail, and config.json names no begin and "
+            "end of text; give one with --tokenizer"
+        ),
     ]
 
 
