@@ -300,6 +300,13 @@ FAMILIES: dict[str, dict[str, object]] = {
     ),
     "qwen3next": QWEN3_NEXT,
     "qwen3next-mtp": dict(**QWEN3_NEXT, mtp_num_layers=1),
+    "nemotron": dict(
+        normalization="LayerNorm",
+        layernorm_zero_centered_gamma=True,
+        swiglu=False,
+        squared_relu=True,
+        rotary_percent=0.5,
+    ),
     "nemotronh": NEMOTRON_H,
     "nemotron3": {**NEMOTRON_3, "hybrid_override_pattern": "MEM*ME*E"},
     "nemotron3-latent": {

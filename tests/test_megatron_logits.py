@@ -66,6 +66,9 @@ QWEN3_NEXT = [
     Layout("qwen3next-mtp", te=True, tp=2, pp=2, format="torch"),
 ]
 NEMOTRON = [
+    Layout("nemotron", tp=2, pp=2, te=True, positions=(2, 210)),
+    Layout("nemotron", tp=2, te=True, format="torch", positions=(2, 210)),
+    Layout("nemotron", tp=2, overrides={"layernorm_zero_centered_gamma": False}),
     Layout("nemotronh", te=True, positions=(2, 210)),
     Layout("nemotronh", te=True, tp=2, pp=2, format="torch", positions=(2, 210)),
     Layout("nemotronh", te=True, tp=2, positions=(2, 210)),

@@ -140,6 +140,8 @@ STRUCTURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3next", dict(tp=2, te=True, format="torch_dist")),
     ("qwen3next", dict(tp=2, te=True, format="torch")),
     ("qwen3next-mtp", dict(pp=2, te=True, format="torch")),
+    ("nemotron", dict(tp=2, te=True, format="torch_dist")),
+    ("nemotron", dict(tp=2, te=True, format="torch")),
     ("nemotronh", dict(tp=2, te=True, format="torch_dist")),
     ("nemotronh", dict(tp=2, pp=2, te=True, format="torch")),
     ("nemotron3-latent", dict(ep=2, te=True, format="torch_dist")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from megatron_families import BASE, FAMILIES
 
@@ -41,7 +43,7 @@ def test_the_pattern_decides_the_number_of_layers(stored):
 
 @pytest.mark.parametrize(
     ("pattern", "found"),
-    [("MEX*", "MEX"), ("MG*-", "MG"), ("M*M*/*E/*E", "predict further tokens"), ("M D", "M D")],
+    [("MEX*", "MEX"), ("MG*-", "MG"), ("M D", "M D")],
 )
 def test_a12_patterns_with_other_layers_are_refused(pattern, found):
     """Newer versions have gated delta nets (G), sparse attention (D) and layers for MTP."""
@@ -57,6 +59,16 @@ def test_the_number_of_heads_may_follow_from_the_hidden_size():
     args = parse(mamba_num_heads=None, mamba_head_dim=16)
     assert args.mamba_heads == 2 * 80 // 16
     assert any("derived mamba_num_heads = 10" in note for note in args.notes)
+
+
+def test_layers_for_further_tokens_behind_the_pattern_are_counted():
+    """They are not written; where they are dropped on purpose the rest converts."""
+    args = parse(hybrid_override_pattern=None, hybrid_layer_pattern="ME*M|ME*E/*E/*E")
+    assert (args.hybrid_pattern, args.mtp_layers) == ("ME*MME*E", 2)
+    with pytest.raises(FamilyError, match="mtp_kept is 2") as caught:
+        choose_architecture(args)
+    assert "--mtp drop" in str(caught.value.hint)
+    assert choose_architecture(replace(args, mtp_kept=0)).name == "nemotron_h"
 
 
 @pytest.mark.parametrize("name", ["mamba_head_dim", "mamba_num_groups", "mamba_state_dim"])
@@ -86,7 +98,7 @@ def test_groups_must_divide_the_heads():
         ({"moe_shared_expert_intermediate_size": None}, "experts_are_known is False"),
         ({"num_experts": None}, "experts_are_known is False"),
         ({"hybrid_override_pattern": "*E*E*E*E"}, "has_mamba is False"),
-        ({"mtp_num_layers": 1}, "mtp_layers is 1"),
+        ({"mtp_num_layers": 1}, "mtp_kept is 1"),
     ],
 )
 def test_what_the_class_cannot_do_is_refused(changes, reason):

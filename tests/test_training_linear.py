@@ -77,7 +77,7 @@ def test_value_heads_are_a_multiple_of_key_heads():
         ({"experimental_attention_variant": "gdn2"}, "linear_attention is None"),
         ({"use_rope_scaling": True}, "rope_is_scaled is True"),
         ({"qk_layernorm": False}, "qk_norm is False"),
-        ({"mtp_num_layers": 2}, "mtp_layers is 2"),
+        ({"mtp_num_layers": 2}, "mtp_kept is 2"),
         ({"mtp_num_layers": 1, "linear_attention_freq": 3}, "further_layers_attend is False"),
         ({"moe_router_score_function": "sigmoid"}, "router_score is 'sigmoid'"),
     ],

@@ -1,4 +1,7 @@
-"""Layers of tiny models that are one block each: Mamba-2, attention, MLP or experts."""
+"""Layers of tiny models that are one block each: Mamba-2, attention, MLP or experts.
+
+And those of Nemotron-4, which has their MLP behind attention, and LayerNorms with biases.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +88,17 @@ def experts(a, core: str, hf: str) -> list[Tensor]:
         at = f"{core}experts.local_experts.{expert}."
         found += mlp(a, at, f"{hf}experts.{expert}.", a.moe_ffn_hidden_size, latent or hidden)
     return found
+
+
+def nemotron4(a, core: str, hf: str, attention) -> list[Tensor]:
+    """A Nemotron-4 layer."""
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    return [
+        *(
+            plain(f"{core}{ours}.{kind}", f"{hf}{theirs}.{kind}", (a.hidden_size,))
+            for ours, theirs in norms.items()
+            for kind in ("weight", "bias")
+        ),
+        *attention(a, core + "self_attention.", hf + "self_attn."),
+        *mlp(a, core, hf + "mlp."),
+    ]

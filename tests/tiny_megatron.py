@@ -29,7 +29,7 @@ import torch
 from builders import TRACKER, Item, random, save_dist
 from megatron_families import BASE, FAMILIES
 from tiny_gpt import BLOOM, GPT2, NEOX, joined, rows
-from tiny_hybrid import AROUND, one_block, shortened
+from tiny_hybrid import AROUND, nemotron4, one_block, shortened
 from tiny_linear import DELTA, delta_net, is_linear, whole_delta, whole_gated
 from tiny_tensors import Tensor
 from tiny_tensors import plain as _plain
@@ -110,7 +110,11 @@ class TinyModel:
     def adds_one(self, name: str) -> bool:
         """Whether a gain of the Hugging Face model is 1 more than the one that was trained."""
         centred = self.values.layernorm_zero_centered_gamma and "norm" in name
-        stored_so = "gemma" in self.family or (self.next_mtp and ".linear_attn." not in name)
+        stored_so = (
+            "gemma" in self.family
+            or self.family == "nemotron"
+            or (self.next_mtp and ".linear_attn." not in name)
+        )
         return bool(centred and not stored_so)
 
     def is_moe(self, layer: int) -> bool:
@@ -167,6 +171,8 @@ def tensors(model: TinyModel) -> list[Tensor]:
     for layer in range(a.num_layers):
         found += _layer(model, f"decoder.layers.{layer}.", layer)
     found.append(_plain("decoder.final_layernorm.weight", "model.norm.weight", (a.hidden_size,)))
+    if model.family == "nemotron":
+        found.append(_plain("decoder.final_layernorm.bias", "model.norm.bias", (a.hidden_size,)))
     for index, layer in enumerate(further):
         found += _mtp(model, f"mtp.layers.{index}.", layer)
     if a.untie_embeddings_and_output_weights:
@@ -183,6 +189,8 @@ def _layer(model: TinyModel, core: str, layer: int, hf: str = "") -> list[Tensor
     if model.family in OTHER_LAYERS:
         return OTHER_LAYERS[model.family](model, core, layer)
     a, hf = model.values, hf or f"model.layers.{layer}."
+    if model.family == "nemotron":
+        return nemotron4(a, core, hf, _attention)
     if a.hybrid_override_pattern:
         hf = f"backbone.layers.{layer}."
         return one_block(a, core, hf, a.hybrid_override_pattern[layer], _attention)

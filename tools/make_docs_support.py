@@ -17,7 +17,9 @@ A family's **proof** says what its table is held to:
 - `rebuilt`: the same, but Megatron-Core 0.16.1 lacks pieces of the family, and the tests build
   them from its modules as the programs do that train the family: Gemma's norms and caps, GLM-4's
   norms, MiniMax-M2's and OLMoE's norms over all heads, the newer indexer of sparse attention
-  (`tests/megatron_variants.py`). BLOOM's original is the code that trained it, BigScience's
+  (`tests/megatron_variants.py`). Nemotron-H's scan, whose kernels need a GPU, is a plain
+  recurrence, which is held to Megatron's own step for one token (`tests/test_megatron_mamba.py`).
+  BLOOM's original is the code that trained it, BigScience's
   Megatron-DeepSpeed, written again rank by rank (`tests/test_bloom.py`); its own layers, run once
   on the CPU with plain linears and norms, gave the same to 1e-6.
 - `shapes`: no Megatron code at hand runs the family on a CPU. Names, shapes and the number of

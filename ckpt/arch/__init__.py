@@ -15,7 +15,7 @@ from ckpt.arch.gpt import BLOOM, GPT2, GPT_NEOX
 from ckpt.arch.gpt_oss import GPT_OSS
 from ckpt.arch.llama import LLAMA, MISTRAL, MIXTRAL
 from ckpt.arch.minimax import MINIMAX_M2
-from ckpt.arch.nemotron import NEMOTRON_H
+from ckpt.arch.nemotron import NEMOTRON, NEMOTRON_H
 from ckpt.arch.olmoe import OLMOE
 from ckpt.arch.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from ckpt.arch.table import Architecture, Const, Rule
@@ -46,6 +46,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         QWEN2_MOE,
         QWEN3_NEXT,
         NEMOTRON_H,
+        NEMOTRON,
         DEEPSEEK_V3,
         DEEPSEEK_V2,
         DEEPSEEK_V32,
@@ -77,7 +78,10 @@ def choose_architecture(args: TrainingArgs, family: str | None = None) -> Archit
         chosen = _by_name(family)
         reasons = chosen.mismatches(args)
         if reasons:
-            raise FamilyError(f"family {family} cannot represent this model: {'; '.join(reasons)}")
+            raise FamilyError(
+                f"family {family} cannot represent this model: {'; '.join(reasons)}",
+                hint=_DROP if args.mtp_kept else None,
+            )
         return _answered(chosen, args)
     for architecture in ARCHITECTURES.values():
         if not architecture.mismatches(args):
@@ -86,8 +90,12 @@ def choose_architecture(args: TrainingArgs, family: str | None = None) -> Archit
     raise FamilyError(
         f"no family fits this model; nearest is {nearest.name}, but "
         + "; ".join(nearest.mismatches(args)),
-        hint=f"Known families: {', '.join(ARCHITECTURES)}",
+        hint=f"Known families: {', '.join(ARCHITECTURES)}"
+        + (f". {_DROP}" if args.mtp_kept else ""),
     )
+
+
+_DROP = "--mtp drop leaves out the layers that predict further tokens"
 
 
 def _answered(architecture: Architecture, args: TrainingArgs) -> Architecture:

@@ -114,7 +114,7 @@ DEEPSEEK_V2 = Architecture(
         "router_score": ("softmax",),
         "router_bias": (False,),
         "experts_per_group_topk": (None, 1),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
         "heads_divide_hidden": (True,),
     },
     rules=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *ROUTER, *ROUTED, *SHARED, *HEAD),

@@ -25,7 +25,7 @@ ERNIE45 = Architecture(
         "qk_norm": (False,),
         "qkv_bias_alone": (False,),
         "sliding_window": (None,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION, *OUTPUT_BIAS, *DENSE_MLP, *MLP_BIAS, *HEAD,

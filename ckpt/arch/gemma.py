@@ -31,7 +31,7 @@ _EXPECTS: dict[str, tuple[Any, ...]] = {
     "linear_bias": (False,),
     "tied": (True,),
     "heads_divide_hidden": (True,),
-    "mtp_layers": (0,),
+    "mtp_kept": (0,),
 }
 _SCALED = {"scales_embedding": "apply_embedding_scaling=true"}
 _WINDOWS = {

@@ -32,7 +32,7 @@ GLM4 = Architecture(
         "qk_norm": (False,),
         "linear_bias": (False,),
         "sliding_window": (None,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION,

@@ -50,7 +50,7 @@ GPT_OSS = Architecture(
         "router_scale": (None, 1.0),
         "router_groups": (None,),
         "shared_ffn": (None,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION, *OUTPUT_BIAS,

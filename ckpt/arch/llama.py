@@ -100,6 +100,7 @@ LLAMA = Architecture(
         "qk_norm": (False,),
         "qkv_bias_alone": (False,),
         "fits_llama_class": (True,),
+        "mtp_kept": (0,),
         "sliding_window": (None,),
     },
     rules=(
@@ -125,6 +126,7 @@ MISTRAL = Architecture(
         "qk_norm": (False,),
         "qkv_bias": (False,),
         "linear_bias": (False,),
+        "mtp_kept": (0,),
     },
     rules=(*EMBEDDING, *NORMS, *SELF_ATTENTION, *DENSE_MLP, *HEAD),
     config={
@@ -152,7 +154,7 @@ MIXTRAL = Architecture(
         "router_scale": (None, 1.0),
         "router_groups": (None,),
         "shared_ffn": (None,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION,

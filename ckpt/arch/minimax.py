@@ -43,7 +43,7 @@ MINIMAX_M2 = Architecture(
         "router_groups": (None, 1),
         "normalises_scores": (True,),
         "has_shared_expert": (False,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION,

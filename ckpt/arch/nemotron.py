@@ -1,10 +1,12 @@
-"""Nemotron-H and Nemotron-3: layers of one block each, Mamba-2, attention, MLP or experts.
+"""Nemotron-4 and Minitron; Nemotron-H and Nemotron-3, whose layers are one block each.
 
-Attention has no positions and the MLPs have no gate. Hugging Face's names on disk begin with
-``backbone.``; every layer has one norm.
+Their MLPs have a squared ReLU and no gate. Nemotron-4's norms are LayerNorms with gains stored as
+distance from 1. Nemotron-H's layers are Mamba-2, attention without positions, MLP or experts, each
+with one norm; Hugging Face's names of it on disk begin with ``backbone.``.
 """
 
-from ckpt.arch.llama import ATTENTION, L
+from ckpt.arch.llama import ATTENTION, BASE_CONFIG, EMBEDDING, HEAD, NORMS, H, L
+from ckpt.arch.llama import SELF_ATTENTION as LLAMA_ATTENTION
 from ckpt.arch.table import Architecture, Const, Rule
 from ckpt.layout import COLUMN, QKV, REPLICATED, ROW, VOCABULARY, Layout
 
@@ -82,7 +84,7 @@ NEMOTRON_H = Architecture(
         "experts_are_known": (True,),
         "shared_gate": (False,),
         "experts_per_group_topk": (None, 2),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         Rule("embedding.word_embeddings.weight", VOCABULARY, ("backbone.embeddings.weight",)),
@@ -137,7 +139,47 @@ NEMOTRON_H = Architecture(
     understands=frozenset({
         "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
         "hybrid_mlp_ratio", "is_hybrid_model", "moe_latent_size",
+        "mtp_use_repeated_layer",  # no layer that predicts a further token is written
     }),
     aliases=("nemotron_3", "nemotron3"),
+    proof="rebuilt",
+)  # fmt: skip
+
+NEMOTRON = Architecture(
+    name="nemotron",
+    model_class="NemotronForCausalLM",
+    expects={
+        "normalization": ("LayerNorm",),
+        "gated": (False,),
+        "activation": ("relu2",),
+        "positions": ("rope",),
+        "rotary_interleaved": (False,),
+        "rope_is_scaled": (False,),
+        "experts": (0,),
+        "mla": (False,),
+        "qk_norm": (False,),
+        "qkv_bias": (False,),
+        "linear_bias": (False,),
+        "sliding_window": (None,),
+    },
+    rules=(
+        *EMBEDDING, *NORMS, *LLAMA_ATTENTION,
+        Rule(L + "input_layernorm.bias", REPLICATED, (H + "input_layernorm.bias",)),
+        Rule(L + "pre_mlp_layernorm.bias", REPLICATED, (H + "post_attention_layernorm.bias",)),
+        Rule(L + "mlp.linear_fc1.weight", COLUMN, (H + "mlp.up_proj.weight",)),
+        Rule(L + "mlp.linear_fc2.weight", ROW, (H + "mlp.down_proj.weight",)),
+        Rule("decoder.final_layernorm.bias", REPLICATED, ("model.norm.bias",)),
+        *HEAD,
+    ),
+    config={
+        **{key: value for key, value in BASE_CONFIG.items() if key != "rms_norm_eps"},
+        "model_type": Const("nemotron"),
+        "norm_eps": "norm_eps",
+        "partial_rotary_factor": "rotary_percent",
+        "attention_bias": Const(value=False),
+        "mlp_bias": Const(value=False),
+    },
+    norm_adds_one=True,
+    aliases=("nemotron_4", "nemotron4", "minitron"),
     proof="logits",
 )  # fmt: skip

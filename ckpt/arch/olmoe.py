@@ -36,7 +36,7 @@ OLMOE = Architecture(
         "router_scale": (None, 1.0),
         "router_groups": (None,),
         "has_shared_expert": (False,),
-        "mtp_layers": (0,),
+        "mtp_kept": (0,),
     },
     rules=(
         *EMBEDDING, *NORMS, *SELF_ATTENTION,

@@ -40,6 +40,7 @@ QWEN2 = Architecture(
         "qkv_bias": (True,),
         "linear_bias": (False,),
         "sliding_window": (None,),
+        "mtp_kept": (0,),
     },
     rules=(*EMBEDDING, *NORMS, *SELF_ATTENTION, *DENSE_MLP, *HEAD),
     config={**BASE_CONFIG, **_SLIDING, "model_type": Const("qwen2")},
@@ -58,6 +59,7 @@ QWEN3 = Architecture(
         "full_qk_norm": (False, None),
         "linear_bias": (False,),
         "sliding_window": (None,),
+        "mtp_kept": (0,),
         "qkv_bias": (False,),
     },
     rules=(*EMBEDDING, *NORMS, *SELF_ATTENTION, *QK_NORM, *DENSE_MLP, *HEAD),
@@ -77,7 +79,7 @@ _MOE_EXPECTS: dict[str, tuple[Any, ...]] = {
     "router_groups": (None,),
     "linear_bias": (False,),
     "sliding_window": (None,),
-    "mtp_layers": (0,),
+    "mtp_kept": (0,),
 }
 _MOE_CONFIG: dict[str, str | Const] = {
     "moe_intermediate_size": "expert_ffn",
@@ -192,7 +194,7 @@ QWEN3_NEXT = Architecture(
         "shared_gate": (True,),
         "rope_is_scaled": (False,),
         # The class has one layer that predicts the token after the next, with attention.
-        "mtp_layers": (0, 1),
+        "mtp_kept": (0, 1),
         "further_layers_attend": (True,),
     },
     rules=(

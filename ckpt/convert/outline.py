@@ -84,7 +84,7 @@ def _check_names(builder: Builder, matches: Iterable[Match]) -> None:
     """
     known: set[str] = set()
     for match in matches:
-        if builder.is_dropped(match) or _is_stacked(match.rule):  # the builder had all of these
+        if _is_stacked(match.rule):  # the builder had all of these
             continue
         for pattern in match.rule.targets:
             name = builder.target_name(pattern, match.layer, match.expert)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _ROOM = 100_000  # names beyond twice those that are there: a damaged argument, not a lost file
+_FURTHER = "mtp."
 LAYER_BLOCK = "model.layers.{layer}."
 
 
@@ -122,7 +123,7 @@ def build_plan(
     builder = Builder(args, architecture, vocab_size, dtype)
     for match in sorted(matches, key=writing_order):
         builder.add(match)
-    return builder.plan()
+    return replace(builder.plan(), dropped=dropped_names(checkpoint.tensors, args))
 
 
 def writing_order(match: Match) -> tuple[int, int, int, int]:
@@ -140,7 +141,13 @@ def _part(match: Match) -> int:
 def match_tensors(
     tensors: Sequence[SourceTensor], architecture: Architecture, args: TrainingArgs
 ) -> list[Match]:
-    """Every tensor with its row; PlanError lists tensors without a row and rows without one."""
+    """Every tensor with its row; PlanError lists tensors without a row and rows without one.
+
+    Tensors of layers for further tokens that are left out on purpose are passed over.
+    """
+    if dropped := set(dropped_names(tensors, args)):
+        tensors = [tensor for tensor in tensors if tensor.name not in dropped]
+        args = replace(args, mtp_layers=0)
     known = {tensor.name for tensor in tensors}
     limit = 2 * len(known) + _ROOM
     expected = dict(islice(_expected(architecture, args), limit))
@@ -156,6 +163,16 @@ def match_tensors(
     if unknown or missing:
         raise PlanError(_describe(unknown, missing, architecture), hint=_HINT)
     return [Match(tensor, *expected[tensor.name]) for tensor in tensors]
+
+
+def dropped_names(tensors: Sequence[SourceTensor], args: TrainingArgs) -> tuple[str, ...]:
+    """Tensors of the layers for further tokens, where the user leaves these out.
+
+    Whether the family has such layers or not; the arguments must say that the model has them.
+    """
+    if args.mtp_kept or not args.mtp_layers:
+        return ()
+    return tuple(tensor.name for tensor in tensors if tensor.name.startswith(_FURTHER))
 
 
 _HINT = "Nothing was written. Another --family may fit, or the checkpoint is not what it says"
@@ -247,7 +264,6 @@ class Builder:
         )
         self._targets: dict[str, Target] = {}
         self._checks: list[Check] = []
-        self._dropped: list[str] = []
         self._padding_rows = 0
         self._parameters = 0
 
@@ -263,9 +279,6 @@ class Builder:
 
     def _add(self, match: Match) -> None:
         rule, tensor = match.rule, match.tensor
-        if self.is_dropped(match):
-            self._dropped.append(tensor.name)
-            return
         whole = self._place(tensor.shards, rule.layout, tensor.shape)
         self._parameters += prod(whole.shape)
         self._add_checks(tensor, whole, rule.layout)
@@ -279,10 +292,6 @@ class Builder:
         for pattern in rule.mtp_copies:
             for layer in range(self._args.layers, self._args.layers + self._args.mtp_kept):
                 self._add_target(match._replace(layer=layer), whole, pieces[0], pattern)
-
-    def is_dropped(self, match: Match) -> bool:
-        """Whether the tensor is of a layer that the model to write does not have."""
-        return match.layer >= self._args.layers + self._args.mtp_kept
 
     def _blocks(self, layout: Layout) -> tuple[int, ...]:
         return tuple(getattr(self._args, name) for name in layout.blocks)
@@ -385,7 +394,6 @@ class Builder:
             tuple(self._checks),
             self._padding_rows,
             self._parameters,
-            tuple(self._dropped),
         )
 
 

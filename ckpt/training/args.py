@@ -316,7 +316,7 @@ class TrainingArgs:
     @property
     def further_layers_attend(self) -> bool:
         """Whether layers that predict further tokens, built like the last one, have attention."""
-        return not self.mtp_layers or not self.mixers or self.mixers[-1] == "attention"
+        return not self.mtp_kept or not self.mixers or self.mixers[-1] == "attention"
 
     @property
     def is_hybrid(self) -> bool:

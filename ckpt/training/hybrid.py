@@ -20,8 +20,9 @@ _EXPAND = 2  # of MambaMixer: how much wider than the hidden state it is where n
 def hybrid_pattern(fields: Fields) -> str:
     """The letters of all layers without the separators of pipeline stages; empty without any.
 
-    Raises FamilyError for letters that are unknown, for layers that predict further tokens, and
-    where the arguments say how many layers of each kind there are and not which.
+    What follows a ``/`` are layers that predict further tokens. Raises FamilyError for letters
+    that are unknown, and where the arguments say how many layers of each kind there are and not
+    which.
     """
     pattern = fields.value(*_NAMES, default=None) or ""
     said = [name for name in _WITHOUT if not pattern and fields.get(name, default=None)]
@@ -34,13 +35,12 @@ def hybrid_pattern(fields: Fields) -> str:
         )
     if not isinstance(pattern, str):
         raise FamilyError("the pattern of layers is no text", found=repr(pattern)[:40])
-    main, _, further = pattern.partition("/")
-    letters = main.replace("|", "")
-    if further or set(letters) - set(LETTERS):
+    letters = pattern.partition("/")[0].replace("|", "")
+    if set(letters) - set(LETTERS):
         raise FamilyError(
-            "the pattern of layers has parts that are not supported",
+            "the pattern has layers that are not supported",
             expected=" ".join(f"{letter} ({kind})" for letter, kind in LETTERS.items()),
-            found=f"/{further} (layers that predict further tokens)" if further else letters,
+            found=letters,
         )
     return letters
 
@@ -61,6 +61,9 @@ def hybrid(fields: Fields, letters: str, sizes: dict[str, Any]) -> dict[str, Any
         "moe_layers": tuple(kind == "moe" for kind in kinds),
         "moe_latent": fields.get("moe_latent_size", default=None),
     }
+    further = sum(map(bool, fields.value(*_NAMES).split("/")[1:]))
+    if further:
+        found |= {"mtp_layers": further, "mtp_kept": further}
     return found | (_mamba(fields, sizes["hidden_size"]) if "M" in letters else {})
 
 
