@@ -13,11 +13,15 @@ from safetensors.torch import load_file
 from tiny_megatron import TINY_FAMILIES, Ranks, TinyModel, write_legacy
 
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint
+from ckpt.convert import convert_checkpoint, plan_conversion
 
 WORKER = Path(__file__).parent / "transformers4_worker.py"
 # transformers 4's Qwen2-MoE has no head size of its own, and says so when a model needs one.
-SIZES = {"qwen2moe": {"hidden_size": 192}, "deepseek-lite": {"hidden_size": 90}}
+# Its DeepSeek-V2 leaves out YaRN's softmax scale: compared without, and warned of (see below).
+SIZES: dict[str, dict[str, object]] = {
+    "qwen2moe": {"hidden_size": 192},
+    "deepseek-v2": {"rope_type": "rope", "rotary_scaling_factor": 1.0},
+}
 KNOWN_TO_BOTH = {
     "llama", "llama1p", "llama3", "mistral", "qwen2", "qwen3", "gpt", "neox", "bloom", "mixtral",
     "mixtral-gg", "qwen2moe", "qwen3moe", "deepseek", "deepseek-mtp", "deepseek-gg",
@@ -64,3 +68,13 @@ def test_both_versions_answer_alike(both):
     for family, logits in old.items():
         assert logits.std() > 0.01, family
         assert (logits - new[family]).abs().max() <= 1e-4, family
+
+
+def test_what_only_the_older_version_answers_otherwise_is_warned_of(tmp_path):
+    """The conversion says it, with and only with the setting that it is about."""
+    for args, warned in ({}, True), (SIZES["deepseek-v2"], False):
+        source = tmp_path / str(warned)
+        source.mkdir()
+        write_legacy(source, TinyModel("deepseek-v2", args=args), Ranks())
+        notes = plan_conversion(source, ConvertOptions()).notes
+        assert any("transformers before 5 leaves out YaRN" in note for note in notes) is warned

@@ -102,6 +102,10 @@ DEEPSEEK_V3 = Architecture(
     aliases=("moonlight", "kimi_k2", "deepseek"),
 )
 
+_SOFTMAX = (
+    "WARNING: DeepSeek-V2's class in transformers before 5 leaves out YaRN's scale of the softmax; "
+    "transformers 5 and vLLM have it"
+)
 _NORMALISED = (
     "WARNING: training normalised the chosen experts' weights (norm_topk_prob); vLLM does so too, "
     "transformers 5's DeepSeek V2 does not and answers otherwise"
@@ -130,7 +134,7 @@ DEEPSEEK_V2 = Architecture(
     },
     aliases=("deepseek_v2_lite",),
     proof="logits",
-    cautions=(("normalises_topk", _NORMALISED),),
+    cautions=(("normalises_topk", _NORMALISED), ("yarn_scales_softmax", _SOFTMAX)),
 )
 
 _I, _HF_I = A + "core_attention.indexer.", HF_A + "indexer."

@@ -294,6 +294,11 @@ class TrainingArgs:
         return self.is_moe and self.router_score == "softmax" and not self.router_pre_softmax
 
     @property
+    def yarn_scales_softmax(self) -> bool:
+        """Whether YaRN changes the scale of MLA's softmax."""
+        return self.uses_yarn and self.yarn_mscale_all_dim != 0
+
+    @property
     def kv_down_rows(self) -> int:
         """Rows of MLA's key-value down projection: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_dim
