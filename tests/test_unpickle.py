@@ -398,3 +398,19 @@ def test_a_claim_behind_the_first_window_is_found_in_small_and_in_large_pickles(
     assert pickle_end(alike + b"0" * 1000 + b".") == 1009
     with pytest.raises(ValueError, match="claims 1000"):
         pickle_end(alike + b"0" * 600 + b".")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_read_the_same_from_one_piece_as_by_few_bytes(protocol):
+    """Lines, long texts and frames come out of the content that is not copied."""
+    value = {"lines": ["a\nb", 1.5, 2**70], "long": "x" * 300_000, "bytes": [b"\n" * 70_000]}
+    assert load(pickle.dumps(value, protocol=protocol)) == value
+
+
+def test_the_fields_of_an_index_are_keys_by_themselves():
+    """Two of equal content do not become one, and none of their items is taken for another's."""
+    module = "torch.distributed.checkpoint.metadata"
+    one = f"c{module}\nMetadataIndex\n)\x81(dVfqn\nVname\nsb".encode("latin1")
+    found = load(b"\x80\x02(d" + one + b"I1\ns" + one + b"I2\ns.")
+    assert list(found.values()) == [1, 2]
+    assert [key[0] for key in found] == [{"fqn": "name"}] * 2
