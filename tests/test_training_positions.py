@@ -187,3 +187,36 @@ def test_glm_4_7_flash_is_chosen_by_name_alone(tmp_path):
     args = plan_conversion(source, ConvertOptions()).args
     assert choose_architecture(args).name == "deepseek_v3"
     assert choose_architecture(args, "glm4.7_flash").name == "glm4_moe_lite"
+
+
+def test_rotary_positions_that_are_scaled_twice_are_refused():
+    """Megatron applies both scalings; config.json can say only one."""
+    twice = {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4}
+    with pytest.raises(FamilyError, match="scaled twice"):
+        parse(**twice)
+    bases = {"rotary_base": [10000, 1000000], "rotary_seq_len_interpolation_factor": 4}
+    with pytest.raises(FamilyError, match="scaled twice"):
+        parse(**bases, rope_scaling_factor=8.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_embedding_type": "yarn", "rotary_scaling_factor": 1.0},
+        {**vars(TinyModel("deepseek-lite").values)},
+    ],
+    ids=["yarn", "latent attention"],
+)
+@pytest.mark.parametrize(
+    "unread", [{"use_rope_scaling": True}, {"rotary_seq_len_interpolation_factor": 4}], ids=str
+)
+def test_scalings_that_megatron_does_not_read_do_not_reach_the_config(changes, unread):
+    """YaRN and MLA have rotary settings of their own and look at no others."""
+    assert rope_scaling(parse(**changes)) is None
+    assert rope_scaling(parse(**{**changes, **unread})) is None
+
+
+@pytest.mark.parametrize("window", [[7], [7, 0, 0], ["7", 0], [None, None], [7.5, 0]])
+def test_a_window_that_is_no_pair_of_numbers_is_an_error_and_no_bug(window):
+    with pytest.raises(FamilyError, match="window_size is no pair"):
+        parse(window_size=window)

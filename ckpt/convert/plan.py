@@ -326,8 +326,9 @@ class Builder:
                     expected=list(whole.shape),
                     found=list(other.shape),
                 )
-            pairs = _same_boxes(whole.parts, other.parts)
-            self._checks += [Check(tensor.name, a, b, name) for a, b in pairs]
+            for parts in (other.parts, *(other.replicas if whole.replicas else ())):
+                pairs = _same_boxes(whole.parts, parts)
+                self._checks += [Check(tensor.name, a, b, name) for a, b in pairs]
 
     def _add_target(self, match: Match, whole: Whole, piece: CutTarget, pattern: str) -> None:
         layer, expert, rule = match.layer, match.expert, match.rule

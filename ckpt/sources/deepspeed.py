@@ -16,6 +16,7 @@ from ckpt.sources import names
 from ckpt.sources.assemble import assemble, check_ranks, read_run, views_of
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.flatten import flatten
+from ckpt.sources.ranked import OneSave
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader
 
@@ -93,7 +94,12 @@ def _open_layers(
     if missing:
         listed = ", ".join(f"layer_{n:02d}-model_{r:02d}" for n, r in missing[:8])
         raise SourceError(f"files are missing: {listed}", file=next(iter(files.values())).parent)
-    return {key: read_archive(files[key], reader) for key in sorted(files)}
+    archives = {key: read_archive(files[key], reader) for key in sorted(files)}
+    for number in numbers:  # a tied model's first and last layer may well be alike
+        save = OneSave()
+        for rank in ranks:
+            save.add((rank,), archives[number, rank])
+    return archives
 
 
 def _from_layers(
@@ -114,7 +120,12 @@ def _open_ranks(
     if missing:
         listed = ", ".join(f"mp_rank_{rank:02d}_model_states.pt" for rank in missing)
         raise SourceError(f"files are missing: {listed}", file=next(iter(files.values())).parent)
-    return {(rank,): read_archive(files[rank,], reader) for rank in ranks}
+    archives: dict[tuple[int, ...], TorchArchive]
+    archives = {(rank,): read_archive(files[rank,], reader) for rank in ranks}
+    save = OneSave()
+    for numbers, archive in archives.items():
+        save.add(numbers, archive)
+    return archives
 
 
 def _from_ranks(

@@ -18,7 +18,13 @@ from ckpt.sources import names
 from ckpt.sources.checkpoint import Checkpoint, Parallelism, count_in, parallelism_of
 from ckpt.sources.flatten import flatten, namespace
 from ckpt.sources.locate import rank_directory
-from ckpt.sources.ranked import fold_tied, rank_shards
+from ckpt.sources.ranked import (
+    OneSave,
+    fold_tied,
+    no_tensor,
+    rank_shards,
+    spare_copies,
+)
 from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef, unhurried_collector
@@ -75,9 +81,12 @@ def _read(
     sizes = parallelism_of(args)
     ranks = _grid(files, sizes, located.directory)
     collector = _Collector(args, replace(sizes, virtual_pipeline=len(_chunks(first.root))))
+    save = OneSave(first)
     for rank in ranks:  # what a file holds beside places of tensors is forgotten before the next
         is_first = rank.file == first.file
-        collector.add(rank, first if is_first else _open(rank.file, reader, spans=spans))
+        archive = first if is_first else _open(rank.file, reader, spans=spans)
+        save.add((rank.tp, rank.pp), archive)
+        collector.add(rank, archive)
     tensors = [reorder_qkv(tensor, args) for tensor in collector.tensors()]
     return Checkpoint(
         format="torch",
@@ -93,20 +102,6 @@ def _read(
         foreign_classes=reader.foreign_classes,
         notes=located.notes,
     )
-
-
-def _no_tensor(value: object, file: Path, name: str) -> SourceError:
-    """What to say of an entry among the weights that is none."""
-    text = repr(value)
-    if re.search("Float8|FP8|NVFP4|QuantizedTensor", text):
-        return SourceError(
-            f"a weight that TransformerEngine keeps in few bits: {text[:60]}",
-            file=file,
-            tensor=name,
-            hint="Save once in the format torch_dist, or without --fp8-param-gather: "
-            "both store such weights in bf16",
-        )
-    return SourceError(f"an entry that is no tensor: {text[:60]}", file=file, tensor=name)
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
@@ -286,7 +281,7 @@ class _Collector:
                         )
                     views[part_name] = part
             elif value is not None:
-                raise _no_tensor(value, rank.file, name)
+                raise no_tensor(value, rank.file, name)
         return views
 
     def _split_grouped(self, name: str, view: View) -> Iterator[tuple[str, View]]:
@@ -391,9 +386,7 @@ class _Collector:
                     found=f"ranks {ranks}",
                 )
             main = rank_shards(name, ranks, views)
-            # A second expert rank's copy, where there is one, is enough to notice drift.
-            spare = [found[1] for key in ranks if len(found := by_rank[key]) > 1]
-            copies = (rank_shards(name, ranks, spare),) if len(spare) == len(ranks) else ()
+            copies = spare_copies(name, ranks, [by_rank[key] for key in ranks])
             held = (name,) * len(copies)
             dtype = views[0].dtype
             tensors.append(SourceTensor(name, dtype, main, copies=copies, copy_names=held))

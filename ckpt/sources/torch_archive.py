@@ -12,6 +12,7 @@ import os
 import struct
 from contextlib import closing
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
@@ -32,6 +33,8 @@ _LOCATOR_64 = struct.Struct("<4sLQL")
 _CENTRAL_ENTRY = struct.Struct("<10xH8xLLHHH8xL")
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _LOCAL_LENGTHS = struct.Struct("<2H")  # of the name and of the extra field, in a local header
+_CRC = struct.Struct("<16xL")  # of a directory's entry
+_CRC_LENGTHS = struct.Struct("<3H")  # of its name, extra field and comment
 _TAIL_BYTES = 64 * 1024
 _WINDOW_BYTES = 1024
 _PICKLE_LIMIT_BYTES = 4 * 2**30
@@ -46,6 +49,7 @@ class TorchArchive:
         """``members`` are storages by key; ``root`` is the unpickled object."""
         self.file, self._members, self.root = file, members, root
         self._name = str(file)
+        self.fingerprint = b""  # equal for copies of one file; empty where nothing tells
 
     def view(self, tensor: TensorRef, *, name: str) -> View:
         """Where the elements of a tensor lie; raises SourceError if they reach past their record.
@@ -166,7 +170,11 @@ def read_item(
         if opened.read(offset, 4) != b"PK\x03\x04":
             with opened.stream() as stream:
                 return _read_legacy(file, stream, reader, size)
-        return _load(opened, _read_directory(opened, offset, length), reader, spans=spans)
+        directory, end = _read_directory(opened, offset, length)
+        members = _parse_directory(directory, file, offset, end)
+        archive = _load(opened, members, reader, spans=spans)
+        archive.fingerprint = _fingerprint(directory) if length == size else b""
+        return archive  # noqa: TRY300 - errors of all of it are caught
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", file=file) from error
     except (OverflowError, ValueError, struct.error) as error:
@@ -211,8 +219,23 @@ def _read(opened: OpenFile, entry: Member) -> bytes:
     return opened.read(*_behind_header(opened, entry))
 
 
-def _read_directory(opened: OpenFile, offset: int, length: int) -> dict[str, Member]:
-    """Members of a zip archive; offsets are those of their local headers in the file."""
+def _fingerprint(directory: bytes) -> bytes:
+    """A hash over all records' names, sizes and checksums; empty without checksums.
+
+    torch.serialization.set_crc32_options(False) gives every record the same one.
+    """
+    first = _CRC.unpack_from(directory, 0)
+    second = _CENTRAL_ENTRY.size + sum(_CRC_LENGTHS.unpack_from(directory, 28))
+    if (
+        second + _CENTRAL_ENTRY.size > len(directory)
+        or _CRC.unpack_from(directory, second) == first
+    ):
+        return b""
+    return sha256(directory).digest()
+
+
+def _read_directory(opened: OpenFile, offset: int, length: int) -> tuple[bytes, int]:
+    """A zip archive's directory, and where it ends in the file."""
     file, stop = opened.path, offset + length
     for most in (_WINDOW_BYTES, _TAIL_BYTES):  # torch writes no comment behind the end record
         tail_start = max(offset, stop - most)
@@ -238,10 +261,11 @@ def _read_directory(opened: OpenFile, offset: int, length: int) -> dict[str, Mem
     directory = opened.read(offset + start, size) if start + size <= length else b""
     if len(directory) != size or offset + start + size > end:
         raise SourceError("damaged archive directory", file=file, hint=_CUT_HINT)
-    return _parse_directory(directory, file, offset, end)
+    return directory, end
 
 
 def _parse_directory(directory: bytes, file: Path, offset: int, end: int) -> dict[str, Member]:
+    """Members of a zip archive; offsets are those of their local headers in the file."""
     members: dict[str, Member] = {}
     at, fixed = 0, _CENTRAL_ENTRY.size
     unpack, last = _CENTRAL_ENTRY.unpack_from, len(directory) - fixed

@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import isclose
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import FamilyError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,6 +41,12 @@ def gemma(fields: Fields, parsed: Mapping[str, Any]) -> dict[str, Any]:
     bases = fields.get("rotary_base", default=None)
     if isinstance(bases, list | tuple) and len(bases) == 2:  # noqa: PLR2004 - local and global
         factor = float(fields.assume("rope_scaling_factor", 1.0))
+        if parsed["rotary_linear_factor"] is not None:
+            raise FamilyError(
+                "rotary positions are scaled twice, which no Hugging Face class does",
+                expected="no rotary_seq_len_interpolation_factor beside two rotary bases",
+                found=parsed["rotary_linear_factor"],
+            )
         found["local_rotary_base"], found["rotary_base"] = bases
         found["rotary_linear_factor"] = None if factor == 1 else factor
     return found

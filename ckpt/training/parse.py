@@ -213,14 +213,33 @@ def _rope(fields: Fields) -> dict[str, Any]:
         positions = "rope" if rotary else "learned_absolute"
     rotary = positions not in {"learned_absolute", "none", "alibi"}
     base = fields.assume("rotary_base", 10000) if rotary else 10000
-    linear = fields.get("rotary_seq_len_interpolation_factor", default=None)
     return {
         "positions": positions,
         "rotary_base": base,
         "rotary_percent": float(fields.get("rotary_percent", default=1.0)),
         "rotary_interleaved": bool(fields.get("rotary_interleaved", default=False)),
-        "rotary_linear_factor": None if linear in {None, 1} else float(linear),
-        "llama3_scaling": bool(fields.get("use_rope_scaling", default=False)),
+        **_rope_scaling(fields, str(positions)),
+    }
+
+
+def _rope_scaling(fields: Fields, positions: str) -> dict[str, Any]:
+    """Llama 3's scaling and interpolated positions; YaRN and MLA read neither of the two.
+
+    rotary_pos_embedding.py applies both where both are set, and no Hugging Face class does.
+    """
+    read = positions != "yarn" and not fields.get("multi_latent_attention", default=False)
+    linear = fields.get("rotary_seq_len_interpolation_factor", default=None) if read else None
+    linear = None if linear in {None, 1} else float(linear)
+    llama3 = bool(fields.get("use_rope_scaling", default=False)) and read
+    if llama3 and linear is not None:
+        raise FamilyError(
+            "rotary positions are scaled twice, which no Hugging Face class does",
+            expected="use_rope_scaling or rotary_seq_len_interpolation_factor",
+            found=f"both, the latter {linear}",
+        )
+    return {
+        "rotary_linear_factor": linear,
+        "llama3_scaling": llama3,
         "llama3_factor": float(fields.get("rope_scaling_factor", default=8.0)),
     }
 

@@ -27,7 +27,11 @@ def _window(fields: Fields) -> int | None:
     -1 means all of them (transformer_config.py).
     """
     window = fields.get("window_size", default=None)
-    if not isinstance(window, list | tuple) or window[0] == -1:
+    if not isinstance(window, list | tuple):
+        return None
+    if len(window) != 2 or not all(type(size) is int for size in window):  # noqa: PLR2004
+        raise FamilyError("window_size is no pair", expected="(N, 0)", found=repr(window)[:40])
+    if window[0] == -1:
         return None
     if window[1] not in {0, -1}:
         raise FamilyError(
