@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.convert.outline import outline
 from ckpt.errors import CkptError, ModelError
-from ckpt.manifest import MANIFEST_NAME, read_manifest
+from ckpt.manifest import MANIFEST_NAME, read_manifest, read_stage
 from ckpt.shards import INDEX_NAME, read_header
 from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
@@ -135,26 +135,30 @@ def _model_sizes(args: TrainingArgs) -> dict[str, Any]:
 def _inspect_model(path: Path) -> Inspection:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read: {error}", file=path / "config.json") from error
+    if not isinstance(config, dict):
+        raise ModelError("not a model's config.json", file=path / "config.json")
+    names = config.get("architectures")
     specs = [spec for name in weight_files(path) for spec in read_header(path / name).values()]
     dtypes: dict[str, int] = {}
     for spec in specs:
         dtypes[spec.dtype.name] = dtypes.get(spec.dtype.name, 0) + 1
     manifest = read_manifest(path)
     stages = manifest["stages"] if manifest else {}
+    validated = read_stage(path, "validate") or {}
     return Inspection(
         {
             "directory": str(path),
             "format": "huggingface",
-            "model": config.get("architectures", ["unknown"])[0],
+            "model": str(names[0]) if names and isinstance(names, list) else "unknown",
             "files": len(weight_files(path)),
             "tensors": len(specs),
             "parameters": sum(prod(spec.shape) for spec in specs),
             "size": format_bytes(sum(spec.nbytes for spec in specs)),
             "dtypes": dtypes,
             MANIFEST_NAME: ", ".join(stages) if stages else "none: not a finished output of ckpt",
-            "validated": str(stages.get("validate", {}).get("verdict", "no")),
+            "validated": str(validated.get("verdict", "no")),
         }
     )
 
@@ -171,13 +175,14 @@ def weight_files(path: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the index: {error}", file=index) from error
-    if set(named.values()) != there:
+        claims = {str(name) for name in named.values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"cannot read the index: {error!r}", file=index) from error
+    if claims != there:
         raise ModelError(
             "index and files disagree",
             file=index,
-            expected=sorted(set(named.values())),
+            expected=sorted(claims),
             found=sorted(there),
         )
     for name in sorted(there):

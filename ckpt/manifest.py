@@ -33,7 +33,7 @@ def read_manifest(directory: Path) -> JsonDict | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OutputError(f"cannot read the manifest: {error}", file=file) from error
     if not isinstance(content, dict) or not isinstance(content.get("stages"), dict):
         raise OutputError("not a manifest of this tool", file=file)

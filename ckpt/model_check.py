@@ -110,7 +110,7 @@ def check_model(path: Path) -> ModelCheck:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read: {error}", file=file) from error
     if not isinstance(config, dict):
         raise ModelError("not the settings of a model", file=file, found=type(config).__name__)
@@ -171,7 +171,7 @@ def _read_index(file: Path) -> tuple[dict[str, str], int | None]:
         content = json.loads(file.read_text(encoding="utf-8"))
         named = {str(name): str(place) for name, place in content["weight_map"].items()}
         total = (content.get("metadata") or {}).get("total_size")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"cannot read the index: {error!r}", file=file) from error
     return named, total
 

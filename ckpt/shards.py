@@ -104,7 +104,7 @@ def read_header(file: Path) -> dict[str, TensorSpec]:
             entries = json.loads(stream.read(length))
     except FileNotFoundError as error:
         raise ModelError("the file is missing", file=file) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read its header: {error}", file=file) from error
     specs = _parse_entries(entries, file)
     end = sum(spec.nbytes for spec in specs.values())
@@ -131,6 +131,10 @@ def _parse_entries(entries: Any, file: Path) -> dict[str, TensorSpec]:  # noqa: 
                 raise ModelError(f"unknown element type {entry['dtype']}", file=file, tensor=name)
             specs[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
             start, end = entry["data_offsets"]
+            if any(type(number) is not int for number in (start, end, *entry["shape"])):
+                raise ModelError(
+                    "damaged header: sizes that are no numbers", file=file, tensor=name
+                )
             ranges.append((start, end, specs[name].nbytes))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"damaged header: {error!r}", file=file) from error

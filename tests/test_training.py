@@ -213,3 +213,11 @@ def test_overrides_are_yaml_values_by_name():
     for text in ("a", "=1", "a b=1", "--x=1", "a=[1", "a={"):
         with pytest.raises(OptionsError):
             parse_overrides((text,))
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_experts", "mtp_num_layers"])
+def test_a_count_beyond_any_model_is_refused_at_once(name):
+    """Nothing is counted up to it."""
+    values = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layer_freq": 2, name: 10**30}
+    with pytest.raises(FamilyError, match=f"{name} is larger than any model"):
+        parse(**values)

@@ -90,7 +90,7 @@ def _load(file: Path) -> Any:  # noqa: ANN401 - JSON
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionsError(f"cannot read: {error}", file=file) from error
 
 

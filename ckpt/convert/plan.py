@@ -279,6 +279,8 @@ class Builder:
 
     def _add(self, match: Match) -> None:
         rule, tensor = match.rule, match.tensor
+        if not tensor.dtype.is_float:
+            raise PlanError("a weight of whole numbers", expected="floats", found=tensor.dtype.name)
         whole = self._place(tensor.shards, rule.layout, tensor.shape)
         self._parameters += prod(whole.shape)
         self._add_checks(tensor, whole, rule.layout)

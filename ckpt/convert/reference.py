@@ -138,9 +138,9 @@ def read_reference(path: Path) -> Reference:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionsError(f"cannot read the reference: {error}", file=file) from error
-    if not isinstance(config, dict) or not config.get("model_type"):
+    if not isinstance(config, dict) or not _names_a_model(config):
         raise OptionsError("the reference is not a model's config.json", file=file)
     if isinstance(config.get("text_config"), dict):  # a model that also sees
         config = {**config, **config["text_config"]}
@@ -150,6 +150,11 @@ def read_reference(path: Path) -> Reference:
     files = tuple((item.name, item) for item in beside if item.is_file())
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
     return Reference(file, config, files, any((path / name).is_file() for name in names))
+
+
+def _names_a_model(config: Mapping[str, Any]) -> bool:
+    kind = config.get("model_type")
+    return bool(kind) and isinstance(kind, str)
 
 
 def compare_reference(

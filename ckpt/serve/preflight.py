@@ -113,7 +113,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read: {error}", file=file) from error
     if not isinstance(content, dict):
         raise ModelError("not a model's configuration", file=file)
@@ -162,7 +162,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(name) for tensor, name in content.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"cannot read the index: {error}", file=index) from error
 
 
@@ -171,7 +171,7 @@ def _has_template(directory: Path) -> bool:
         return True
     try:
         content = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return bool(content.get("chat_template"))
 

@@ -60,7 +60,7 @@ def _sharded_backend(directory: Path) -> object:
     """What Megatron-Core's ``metadata.json``, the last file that it saves, calls the format."""
     try:
         content = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content.get("sharded_backend") if isinstance(content, dict) else None
 
@@ -147,7 +147,7 @@ def _latest(root: Path, found: dict[int | str, Path], complete: dict[int | str, 
         return _without_tracker(root, found, complete)
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     text = text.removeprefix("global_step").removesuffix("_universal")
-    if text != "release" and not text.isdigit():
+    if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
         raise SourceError(
             "the tracker file is damaged",
             file=tracker,

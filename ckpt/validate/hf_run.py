@@ -81,7 +81,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read: {error}", file=file) from error
     if not isinstance(content, dict):
         raise ModelError("not a JSON object", file=file)
