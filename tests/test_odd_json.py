@@ -12,6 +12,7 @@ from tiny_megatron import Ranks, TinyModel, write_torch_dist, write_zarr
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.convert.hf_files import read_tokenizer
 from ckpt.errors import ModelError, OptionsError, PlanError, SourceError
 from ckpt.inspection import inspect_directory
 from ckpt.sources import open_source
@@ -68,6 +69,25 @@ def test_a_reference_that_names_no_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(OptionsError, match=r"config\.json"):
         plan_conversion(source, ConvertOptions(reference=tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", DEEP),
+        ("tokenizer.json", '{"model": []}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}'),
+        ("tokenizer.json", '{"model": {"vocab": [[1, 2], 3]}}'),
+        ("tokenizer.json", '{"added_tokens": [{"id": 1}]}'),
+        ("tokenizer_config.json", '"x"'),
+        ("tokenizer_config.json", '{"eos_token": [1]}'),
+    ],
+)
+def test_a_tokenizer_of_other_json_is_an_error_that_names_it(tmp_path, name, text):
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OptionsError, match=str(tmp_path)):
+        read_tokenizer(tmp_path)
 
 
 def test_metadata_without_end_does_not_hide_a_checkpoint(tmp_path):

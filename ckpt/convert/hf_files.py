@@ -74,14 +74,18 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         raise OptionsError(
             "no tokenizer here", file=directory, expected="tokenizer.json or tokenizer.model"
         )
-    vocabulary = _vocabulary(directory)
+    try:
+        vocabulary = _vocabulary(directory)
+        special = _special(directory, vocabulary)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise OptionsError(f"damaged tokenizer files: {error!r}", file=directory) from error
     highest = max(vocabulary.values()) if vocabulary else None
     return Tokenizer(
         files=tuple(files),
         size=None if highest is None else highest + 1,
         highest_id=highest,
         has_chat_template=_has_template(directory),
-        special=_special(directory, vocabulary),
+        special=special,
     )
 
 
