@@ -201,9 +201,26 @@ def _activation(fields: Fields, *, gated: bool) -> str:
     if fields.get("quick_geglu", default=False):
         return "quick_gelu"
     fused = fields.get("bias_gelu_fusion", default=False)  # its kernels are the tanh form
-    if not (fields.get("openai_gelu", default=False) or fused):
+    if not (fused or _asks_for_tanh(fields, gated=gated)):
         return "gelu"
     return "gelu_pytorch_tanh" if gated else "gelu_new"
+
+
+def _asks_for_tanh(fields: Fields, *, gated: bool) -> bool:
+    """Whether ``openai_gelu`` is set and has an effect.
+
+    Megatron-LM's own block of before Megatron-Core reads it (megatron/legacy/model/
+    transformer.py); a Megatron-Core model of any version does not. Arguments do not always
+    say which one trained: then it counts.
+    """
+    if not fields.get("openai_gelu", default=False):
+        return False
+    core = fields.get("use_legacy_models", default=None) is False
+    core = core or bool(fields.get("use_mcore_models", default=False))
+    if not core or gated:
+        return True
+    fields.notes.append("openai_gelu has no effect on a Megatron-Core model: exact GELU is written")
+    return False
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
