@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-CASES = ("deepseek-v3-torch", "deepseek-v3-torch_dist")
-CASES += ("llama-3-405b-torch", "llama-3-405b-torch_dist")
+_NAMES = ("deepseek-v3", "llama-3-405b")
+CASES = tuple(f"{model}-{format_}" for model in _NAMES for format_ in ("torch", "torch_dist"))
 COMMANDS = {
     "inspect": ["inspect", "{source}"],
     "inspect --json": ["inspect", "{source}", "--json"],
