@@ -230,7 +230,8 @@ def write_legacy(root: Path, model: Model, ranks: Ranks, *, optimizer: bool = Tr
             here = directory / (name + (f"_{ep:03d}" if ranks.ep > 1 else ""))
             here.mkdir(parents=True)
             held = _rank_model(model, ranks, layers, first=stage == 0, last=stage == ranks.pp - 1)
-            _save_rank(here / "model_optim_rng.pt", held, args)
+            own = argparse.Namespace(**vars(args), rank=len(list(directory.iterdir())) - 1)
+            _save_rank(here / "model_optim_rng.pt", held, own)
             if optimizer:
                 size = MASTER_BYTES * sum(value.numel() for value in held.values())
                 _hole(here / "distrib_optim.pt", size)
@@ -271,7 +272,7 @@ def _save_rank(file: Path, held: dict[str, torch.Tensor], args: argparse.Namespa
         "optimizer": {
             "optimizer": {"param_groups": [{"lr": 1e-4, "params": list(range(len(held)))}]}
         },
-        "rng_state": [{"random_rng_state": (3, tuple(range(625)), None)}],
+        "rng_state": [{"random_rng_state": (3, tuple(args.rank + n for n in range(625)), None)}],
     }
     with torch.serialization.skip_data():
         torch.save(state, file)

@@ -197,6 +197,7 @@ def run_alone(program, *arguments):
     ).stdout  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_builds_the_same_model():
     """The parent loads neither torch nor transformers; errors and absent classes arrive too."""
     program = (

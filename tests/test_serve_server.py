@@ -153,6 +153,7 @@ def test_a_server_that_cannot_answer_is_never_ready(model, python, tmp_path, beh
     assert seconds < 15
 
 
+@pytest.mark.slow
 def test_a_server_that_never_gets_healthy_is_given_up_and_killed(model, python, tmp_path):
     chosen = options(python, "slow-deaf", startup_timeout_seconds=1.0)
     error, _ = refuse(model, chosen, tmp_path)
@@ -292,6 +293,7 @@ def test_a_second_signal_ends_a_deaf_server_at_once(model, python, scratch):
     assert fake_engine.living_in_session(pid) == []
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_start_leaves_no_process(model, python, scratch):
     with command(model, python, "slow-deaf", scratch) as process:
         for line in process.stderr:

@@ -28,22 +28,16 @@ NAMES = [name for name in FAMILIES if name not in {"gpt", *LIKE_LLAMA} and "-gg"
 MOE = [name for name in NAMES if "num_experts" in FAMILIES[name]]
 LEGACY = {
     "one": (Ranks(), False),
-    "tp2-te": (Ranks(tp=2), True),
-    "pp3": (Ranks(pp=3), False),
     "tp2pp2-te": (Ranks(tp=2, pp=2), True),
     "tp2vpp3": (Ranks(tp=2, vpp=3), False),
 }
 DIST: dict[str, dict[str, Any]] = {
-    "local": dict(),
     "te-single": dict(te=True, single=True),
     "te-prefix-optimizer": dict(te=True, prefix="module.", optimizer=True),
     "local-common-state": dict(common="common_state"),
 }
 EXPERTS: dict[str, tuple[Ranks, dict[str, Any]]] = {
-    "ep2": (Ranks(ep=2), dict()),
     "ep3-te-grouped": (Ranks(ep=3), dict(te=True, grouped=True)),
-    "tp2ep2-grouped": (Ranks(tp=2, ep=2), dict(grouped=True)),
-    "tp2ep2etp1-te": (Ranks(tp=2, ep=2, etp=1), dict(te=True)),
     "tp2ep2etp1-grouped": (Ranks(tp=2, ep=2, etp=1), dict(grouped=True)),
     "pp2ep2-te-grouped": (Ranks(pp=2, ep=2), dict(te=True, grouped=True)),
 }

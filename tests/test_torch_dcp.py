@@ -42,6 +42,7 @@ def test_what_pytorch_saved_gives_the_exact_tensors(tmp_path, family, te, fsdp):
     assert_converts(source, model, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_dtensors_of_several_ranks_give_the_exact_tensors(tmp_path):
     """Three processes cut every weight, also those of fewer rows and of rows that do not divide."""
     model = TinyModel("mixtral")
