@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test lint format docs bench bench-full-scale install install-megatron
-.PHONY: test-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
+.PHONY: test-slow test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
 	@echo "make demo    convert, check and serve the example checkpoint"
@@ -42,7 +42,10 @@ test-slow: $(VENV)/.test
 	$(PY) -m pytest -n 2 --dist load -m "slow and not vllm and not megatron and not gpu"
 
 test-megatron: $(VENV)/.megatron
-	$(PY) -m pytest -n 2 --dist loadfile -m "megatron and not vllm and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "megatron and not slow and not vllm and not gpu"
+
+test-megatron-slow: $(VENV)/.megatron
+	$(PY) -m pytest -n 2 --dist loadfile -m "megatron and slow and not vllm and not gpu"
 
 engine: $(VENV)/.app
 	$(CKPT) engine install vllm

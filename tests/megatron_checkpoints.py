@@ -119,6 +119,29 @@ class Checkpoint:
         return self.directory / f"iter_{number:07d}"
 
 
+def first_of_each(items, key):
+    """Test parameters: the first item of each key as it is, the others marked as slow."""
+    import pytest
+
+    seen: set[object] = set()
+    marked = []
+    for item in items:
+        marks = [pytest.mark.slow] if key(item) in seen else []
+        seen.add(key(item))
+        marked.append(pytest.param(item, marks=marks))
+    return marked
+
+
+def wanted(request, name: str) -> list[Any]:
+    """What the chosen tests of this module have as their parameter ``name``, each once."""
+    found = []
+    for item in request.session.items:
+        value = getattr(item, "callspec", None) and item.callspec.params.get(name)
+        if item.module is request.module and value is not None and value not in found:
+            found.append(value)
+    return found
+
+
 def write_checkpoint(root: Path, family: str, **options) -> Checkpoint:
     """One checkpoint under ``root``; ``options`` are the fields of Layout."""
     return write_checkpoints(root, [Layout(family, **options)])[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_checkpoints import Layout
+from megatron_checkpoints import Layout, first_of_each, wanted
 
 from ckpt.config import ConvertOptions, ValidateOptions
 from ckpt.convert import convert_checkpoint
@@ -106,11 +106,16 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def made(megatron_checkpoints):
-    return {item.layout.name: item for item in megatron_checkpoints([c.layout for c in CASES])}
+def made(request, megatron_checkpoints):
+    layouts = [item.layout for item in wanted(request, "item")]
+    return {item.layout.name: item for item in megatron_checkpoints(layouts)}
 
 
-@pytest.mark.parametrize("item", CASES, ids=lambda item: item.layout.name)
+def kind(item):
+    return item.layout.family, item.model_class, item.family
+
+
+@pytest.mark.parametrize("item", first_of_each(CASES, kind), ids=lambda item: item.layout.name)
 def test_the_converted_model_answers_as_megatron_did(made, item, tmp_path):
     """fp32 logits at every position, past the original context of stretched positions."""
     checkpoint = made[item.layout.name]
@@ -127,7 +132,9 @@ def test_the_converted_model_answers_as_megatron_did(made, item, tmp_path):
 LIVE = [item for item in CASES if item.layout.family in {"gptoss", "glm4moe", "neox"}][::3]
 
 
-@pytest.mark.parametrize("item", LIVE, ids=lambda item: item.layout.name)
+@pytest.mark.parametrize(
+    "item", first_of_each(LIVE, lambda item: "live"), ids=lambda item: item.layout.name
+)
 def test_a_live_megatron_model_is_the_reference(made, item, tmp_path):
     """What `ckpt validate` builds from the stored arguments answers as the model that trained."""
     checkpoint = made[item.layout.name]
