@@ -106,7 +106,7 @@ def test_ranks_of_every_format_give_the_exact_tensors(family, format_, data):
 @pytest.mark.slow
 @EVERY_PAIR
 @given(data=st.data())
-@settings(max_examples=4, **SETTINGS)
+@settings(max_examples=3, **SETTINGS)
 def test_any_ranks_of_any_format_give_the_exact_tensors(family, format_, data):
     """Stages and ranks of whatever sizes."""
     assert_exact(family, format_, data)

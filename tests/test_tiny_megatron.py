@@ -26,6 +26,8 @@ from ckpt.inspection import weight_files
 # GPT-2 has other names and no gates; its checkpoints come from Megatron itself.
 LIKE_LLAMA = {"llama3", "mistral"}
 NAMES = [name for name in FAMILIES if name not in {"gpt", *LIKE_LLAMA} and "-gg" not in name]
+# Further families are in the property test of every layout by default, here in the slow run.
+CORE = {"llama1p", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "deepseek", "deepseek-mtp"}
 MOE = [name for name in NAMES if "num_experts" in FAMILIES[name]]
 LEGACY = {
     "one": (Ranks(), False),
@@ -56,15 +58,21 @@ def assert_converts(source, model, place):
         assert torch.equal(found[name], value), name
 
 
+def core_first(families):
+    return [
+        name if name in CORE else pytest.param(name, marks=pytest.mark.slow) for name in families
+    ]
+
+
 @pytest.mark.parametrize("layout", LEGACY)
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", core_first(NAMES))
 def test_legacy_ranks_give_the_exact_tensors(tmp_path, family, layout):
     model, (ranks, te) = TinyModel(family), LEGACY[layout]
     assert_converts(write_legacy(tmp_path / "run", model, ranks, te=te), model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("form", DIST)
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", core_first(NAMES))
 def test_a14_a15_torch_dist_key_forms_give_the_exact_tensors(tmp_path, family, form):
     model = TinyModel(family, dtype=torch.bfloat16)
     source = write_torch_dist(tmp_path / "run", model, Ranks(tp=2), **DIST[form])
@@ -72,7 +80,7 @@ def test_a14_a15_torch_dist_key_forms_give_the_exact_tensors(tmp_path, family, f
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("family", core_first(MOE))
 def test_a05_a07_a08_experts_keep_their_numbers(tmp_path, family, layout):
     """Experts count from 0 on each rank, rank folders may be absent, parameters may be grouped."""
     model, (ranks, options) = TinyModel(family), EXPERTS[layout]
