@@ -9,18 +9,15 @@ embedding, joined and projected, one block, the shared output head).
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file
+from converted import read_tensors
 from torch.nn.functional import embedding, linear, rms_norm
 
-from ckpt.inspection import weight_files
 from ckpt.validate.hf_run import load_model
 
 
 def mtp_logits(directory, ids):
     """Logits [batch, positions, vocabulary] of each further token's head, the nearest first."""
-    tensors = {}
-    for name in weight_files(directory):
-        tensors |= load_file(directory / name)
+    tensors = read_tensors(directory)
     model = load_model(directory)
     config = model.config
     layers, further = config.num_hidden_layers, config.num_nextn_predict_layers

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from converted import assert_converts
 from tiny_megatron import (
     Ranks,
     TinyModel,
-    expected_hf,
     padded_vocab,
     write_dcp,
     write_torch_dist,
@@ -20,9 +19,9 @@ from tiny_megatron import (
 )
 
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.convert import plan_conversion
 from ckpt.errors import CkptError, SourceError
-from ckpt.inspection import inspect_directory, weight_files
+from ckpt.inspection import inspect_directory
 from ckpt.sources.provider_config import provider_args
 from ckpt.tensors import DType
 
@@ -102,16 +101,6 @@ def write_config(directory, model: dict[str, Any]):
     file = directory / "run_config.yaml"
     file.write_text(yaml.safe_dump({"model": model, "train": {"lr": 1e-4}}))
     return file
-
-
-def assert_converts(source, model, place, options):
-    convert_checkpoint(source, place, options)
-    found: dict[str, torch.Tensor] = {}
-    for name in weight_files(place):
-        found |= load_file(place / name)
-    expected = expected_hf(model)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("write", [write_torch_dist, write_zarr])

@@ -15,7 +15,7 @@ from builders import (
     write_tokenizer,
     write_torch_dist,
 )
-from safetensors.torch import load_file
+from converted import assert_equal, read_tensors
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
@@ -37,17 +37,7 @@ FAMILIES = {
 
 def convert(source, place, **options):
     convert_checkpoint(source, place, ConvertOptions(**options))
-    tensors = {}
-    for name in weight_files(place):
-        tensors |= load_file(place / name)
-    return tensors
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+    return read_tensors(place)
 
 
 @pytest.mark.parametrize("te", [False, True], ids=["local", "te"])

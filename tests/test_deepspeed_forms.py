@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from converted import assert_equal
 from safetensors.torch import load_file
 from tiny_deepspeed import (
     HIDDEN,
@@ -32,12 +33,6 @@ MODELS = {"llama": llama, "gpt": gpt}
 def convert(source, out):
     convert_checkpoint(source, out, ConvertOptions())
     return load_file(out / "model.safetensors")
-
-
-def assert_equal(found, truth):
-    assert found.keys() == truth.keys()
-    for name, value in truth.items():
-        assert torch.equal(found[name], value), name
 
 
 def notes(out):

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from converted import assert_equal, read_tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from make_docs_support import is_trained
 from tiny_deepspeed import DEEPSPEED_WRITERS
 from tiny_megatron import TINY_FAMILIES, WRITERS, Ranks, TinyModel, expected_hf, tensors, whole
 
 from ckpt.arch import ARCHITECTURES
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, plan_conversion
-from ckpt.inspection import weight_files
+from ckpt.sources import FORMATS
 
 EVERY_WRITER = {**WRITERS, **DEEPSPEED_WRITERS}
 AXES = {"vocab": 0, "column": 0, "gate_up": 0, "qkv": 0, "gated": 0, "row": 1, "down": 0}
@@ -80,14 +81,13 @@ def layouts(draw, family: str, format_: str):
     return model, ranks, options
 
 
-def pairs():
-    for family in TINY_FAMILIES:
-        for format_, writer in EVERY_WRITER.items():
-            if writer.holds(TinyModel(family)):
-                yield pytest.param(family, format_, id=f"{family}-{format_}")
-
-
-EVERY_PAIR = pytest.mark.parametrize(("family", "format_"), list(pairs()))
+EVERY = [
+    (family, format_)
+    for family in TINY_FAMILIES
+    for format_, writer in EVERY_WRITER.items()
+    if writer.holds(TinyModel(family))
+]
+EVERY_PAIR = pytest.mark.parametrize(("family", "format_"), EVERY, ids=map("-".join, EVERY))
 SETTINGS: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,
@@ -120,28 +120,34 @@ def assert_exact(family, format_, data):
         root.mkdir()
         EVERY_WRITER[format_].write(root, model, ranks, **options)
         convert_checkpoint(root, out, ConvertOptions(family=model.hf_family))
-        found: dict[str, torch.Tensor] = {}
-        for name in weight_files(out):
-            found |= load_file(out / name)
+        found = read_tensors(out)
     expected = expected_hf(model)
     if EVERY_WRITER[format_].fp32:
         expected = {name: value.float() for name, value in expected.items()}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+    assert_equal(found, expected)
 
 
-def test_every_family_of_the_registry_is_among_them(tmp_path):
-    """A new table needs tiny checkpoints of its own."""
-    reached = set()
-    models = [TinyModel(family) for family in TINY_FAMILIES]
-    # transformers' Llama wants hidden to divide by heads, else it is written as a Mistral
-    models.append(TinyModel("llama", args={"hidden_size": 96}))
-    for number, model in enumerate(models):
-        source = tmp_path / str(number)
-        source.mkdir()
+@pytest.fixture(scope="module")
+def reached(tmp_path_factory):
+    """The family of the registry that each tiny one converts to."""
+    found = {}
+    for family in TINY_FAMILIES:
+        model = TinyModel(family)
+        source = tmp_path_factory.mktemp(family)
         WRITERS["torch"].write(source, model, Ranks())
-        options = ConvertOptions(family=model.hf_family)
-        reached.add(plan_conversion(source, options).architecture.name)
-    assert reached == set(ARCHITECTURES)
+        plan = plan_conversion(source, ConvertOptions(family=model.hf_family))
+        found[family] = plan.architecture.name
+    return found
+
+
+def test_every_family_and_format_of_the_registries_is_among_them(reached):
+    """A new table, and a new source, need tiny checkpoints of their own."""
+    assert set(reached.values()) == set(ARCHITECTURES)
+    assert set(EVERY_WRITER) == set(FORMATS)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_table_of_support_claims_what_is_run(reached, format_):
+    """Each yes in the documents is a pair of family and format above."""
+    run = {reached[name] for name, format_of_pair in EVERY if format_of_pair == format_}
+    assert {name for name in ARCHITECTURES if is_trained(name, format_)} <= run

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from converted import assert_equal
 from safetensors.torch import load_file
 from tiny_deepspeed import neox, neox_llama, write_layers, write_ranks, write_universal, write_zero3
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,12 +22,6 @@ WRITERS = {"layers": write_layers, "sequential": write_ranks}
 def convert(source, out):
     convert_checkpoint(source, out, ConvertOptions())
     return load_file(out / "model.safetensors")
-
-
-def assert_equal(found, truth):
-    assert found.keys() == truth.keys()
-    for name, value in truth.items():
-        assert torch.equal(found[name], value), name
 
 
 def notes(out):

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from converted import assert_converts
 from megatron_checkpoints import first_of_each, wanted
 from megatron_families import FAMILIES
-from safetensors.torch import load_file
 from tiny_megatron import (
     EXTRA_STATES,
     Ranks,
     TinyModel,
-    expected_hf,
     write_legacy,
     write_torch_dist,
 )
@@ -21,7 +20,6 @@ from tiny_megatron import (
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
 from ckpt.errors import CkptError, SourceError
-from ckpt.inspection import weight_files
 
 # GPT-2 has other names and no gates; its checkpoints come from Megatron itself.
 LIKE_LLAMA = {"llama3", "mistral"}
@@ -44,18 +42,6 @@ EXPERTS: dict[str, tuple[Ranks, dict[str, Any]]] = {
     "tp2ep2etp1-grouped": (Ranks(tp=2, ep=2, etp=1), dict(grouped=True)),
     "pp2ep2-te-grouped": (Ranks(pp=2, ep=2), dict(te=True, grouped=True)),
 }
-
-
-def assert_converts(source, model, place):
-    convert_checkpoint(source, place, ConvertOptions(family=model.hf_family))
-    found: dict[str, torch.Tensor] = {}
-    for name in weight_files(place):
-        found |= load_file(place / name)
-    expected = expected_hf(model)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 def core_first(families):

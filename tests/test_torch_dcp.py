@@ -7,29 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_megatron import TinyModel, expected_hf, save_alone, write_dcp
+from converted import assert_converts
+from tiny_megatron import TinyModel, save_alone, write_dcp
 
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.convert import plan_conversion
 from ckpt.errors import CkptError, SourceError
-from ckpt.inspection import inspect_directory, weight_files
+from ckpt.inspection import inspect_directory
 from ckpt.sources import open_source
 
 MODEL = TinyModel("llama")
 FAMILIES = ["llama", "qwen2", "mixtral", "qwen3moe", "deepseek"]
-
-
-def assert_converts(source, model, place):
-    convert_checkpoint(source, place, ConvertOptions())
-    found: dict[str, torch.Tensor] = {}
-    for name in weight_files(place):
-        found |= load_file(place / name)
-    expected = expected_hf(model)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["torch_dcp", "fsdp_dtensor"])

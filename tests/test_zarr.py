@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from converted import assert_converts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from tiny_megatron import Ranks, TinyModel, expected_hf, write_torch_dist, write_zarr
+from tiny_megatron import Ranks, TinyModel, write_torch_dist, write_zarr
 
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint, plan_conversion
+from ckpt.convert import plan_conversion
 from ckpt.errors import CkptError, SourceError
-from ckpt.inspection import inspect_directory, weight_files
+from ckpt.inspection import inspect_directory
 from ckpt.sources import open_source
 
 MODEL = TinyModel("llama")
@@ -32,18 +32,6 @@ FORMS: dict[str, tuple[Ranks, dict[str, Any]]] = {
     "tp2-nested": (Ranks(tp=2), dict(separator="/")),
     "cut-short": (Ranks(), dict(cut_short=True)),
 }
-
-
-def assert_converts(source, model, place):
-    convert_checkpoint(source, place, ConvertOptions())
-    found: dict[str, torch.Tensor] = {}
-    for name in weight_files(place):
-        found |= load_file(place / name)
-    expected = expected_hf(model)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -56,6 +56,8 @@ TINY_FAMILIES = {
         "position_embedding_type": "alibi",
         "bias_gelu_fusion": True,
     },
+    # transformers' Llama wants hidden to divide by heads, else it is written as a Mistral
+    "llama-even": {**FAMILIES["llama"], "hidden_size": 96},
     "glm4_moe_lite": FAMILIES["deepseek"],
 }
 OTHER_LAYERS = {**tiny_families_a.LAYERS, **tiny_families_b.LAYERS}

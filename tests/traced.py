@@ -7,10 +7,8 @@ training element lies where another one belongs.
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file
+from converted import read_tensors
 from tiny_megatron import expected_hf
-
-from ckpt.inspection import weight_files
 
 LIMIT = 2**24
 
@@ -46,9 +44,7 @@ class Traced:
 
 def assert_traced(directory, model, traced, *, but=()):
     """Every tensor but ``but`` holds the elements that belong there."""
-    found = {}
-    for name in weight_files(directory):
-        found |= load_file(directory / name)
+    found = read_tensors(directory)
     expected = {name: value for name, value in expected_hf(model).items() if name not in but}
     assert found.keys() - set(but) == expected.keys()
     for name, value in expected.items():

@@ -137,6 +137,13 @@ MISTRAL = Architecture(
 )
 
 _X, _HF_X = L + "mlp.experts.{expert}.", H + "block_sparse_moe.experts.{expert}."
+BLOCK_SPARSE = (
+    Rule(L + "mlp.router.weight", REPLICATED, (H + "block_sparse_moe.gate.weight",),
+         layers="moe", keep_dtype=True),
+    Rule(_X + "linear_fc1.weight", GATE_UP, (_HF_X + "w1.weight", _HF_X + "w3.weight"),
+         layers="moe"),
+    Rule(_X + "linear_fc2.weight", ROW, (_HF_X + "w2.weight",), layers="moe"),
+)  # fmt: skip
 MIXTRAL = Architecture(
     name="mixtral",
     model_class="MixtralForCausalLM",
@@ -157,13 +164,7 @@ MIXTRAL = Architecture(
         "mtp_kept": (0,),
     },
     rules=(
-        *EMBEDDING, *NORMS, *SELF_ATTENTION,
-        Rule(L + "mlp.router.weight", REPLICATED, (H + "block_sparse_moe.gate.weight",),
-             layers="moe", keep_dtype=True),
-        Rule(_X + "linear_fc1.weight", GATE_UP, (_HF_X + "w1.weight", _HF_X + "w3.weight"),
-             layers="moe"),
-        Rule(_X + "linear_fc2.weight", ROW, (_HF_X + "w2.weight",), layers="moe"),
-        *HEAD,
+        *EMBEDDING, *NORMS, *SELF_ATTENTION, *BLOCK_SPARSE, *HEAD,
     ),
     config={
         **BASE_CONFIG,

@@ -8,6 +8,7 @@ from ckpt.arch.llama import (
     ATTENTION,
     BASE_CONFIG,
     BASE_EXPECTS,
+    BLOCK_SPARSE,
     EMBEDDING,
     HEAD,
     HF_ATTENTION,
@@ -18,12 +19,17 @@ from ckpt.arch.llama import (
     L,
 )
 from ckpt.arch.table import Architecture, Const, Rule
-from ckpt.layout import GATE_UP, REPLICATED, ROW, Layout
+from ckpt.layout import REPLICATED, Layout
 
 ALL_QUERIES = Layout(dim=0, rows="query_rows", total="query_rows")
 ALL_KEYS = Layout(dim=0, rows="key_rows", total="key_rows")
-_X, _HF = L + "mlp.experts.{expert}.", H + "block_sparse_moe."
-_HF_X = _HF + "experts.{expert}."
+# Norms over the queries, and the keys, of all heads together.
+WHOLE_NORMS = (
+    Rule(ATTENTION + "q_layernorm.weight", ALL_QUERIES, (HF_ATTENTION + "q_norm.weight",),
+         norm=True),
+    Rule(ATTENTION + "k_layernorm.weight", ALL_KEYS, (HF_ATTENTION + "k_norm.weight",),
+         norm=True),
+)  # fmt: skip
 
 MINIMAX_M2 = Architecture(
     name="minimax_m2",
@@ -46,18 +52,11 @@ MINIMAX_M2 = Architecture(
         "mtp_kept": (0,),
     },
     rules=(
-        *EMBEDDING, *NORMS, *SELF_ATTENTION,
-        Rule(ATTENTION + "q_layernorm.weight", ALL_QUERIES, (HF_ATTENTION + "q_norm.weight",),
-             norm=True),
-        Rule(ATTENTION + "k_layernorm.weight", ALL_KEYS, (HF_ATTENTION + "k_norm.weight",),
-             norm=True),
-        Rule(L + "mlp.router.weight", REPLICATED, (_HF + "gate.weight",), layers="moe",
-             keep_dtype=True),
-        Rule(L + "mlp.router.expert_bias", REPLICATED, (_HF + "e_score_correction_bias",),
-             layers="moe", keep_dtype=True),
-        Rule(_X + "linear_fc1.weight", GATE_UP, (_HF_X + "w1.weight", _HF_X + "w3.weight"),
-             layers="moe"),
-        Rule(_X + "linear_fc2.weight", ROW, (_HF_X + "w2.weight",), layers="moe"),
+        *EMBEDDING, *NORMS, *SELF_ATTENTION, *WHOLE_NORMS,
+        BLOCK_SPARSE[0],
+        Rule(L + "mlp.router.expert_bias", REPLICATED,
+             (H + "block_sparse_moe.e_score_correction_bias",), layers="moe", keep_dtype=True),
+        *BLOCK_SPARSE[1:],
         *HEAD,
     ),
     config={

@@ -4,19 +4,17 @@ Megatron-Bridge keeps those norms whole on every rank (olmoe_provider.py).
 """
 
 from ckpt.arch.llama import (
-    ATTENTION,
     BASE_CONFIG,
     BASE_EXPECTS,
     EMBEDDING,
     HEAD,
-    HF_ATTENTION,
     NO_TOKEN_IDS,
     NORMS,
     SELF_ATTENTION,
 )
-from ckpt.arch.minimax import ALL_KEYS, ALL_QUERIES
+from ckpt.arch.minimax import WHOLE_NORMS
 from ckpt.arch.moe import ROUTED, ROUTER
-from ckpt.arch.table import Architecture, Const, Rule
+from ckpt.arch.table import Architecture, Const
 
 OLMOE = Architecture(
     name="olmoe",
@@ -39,12 +37,7 @@ OLMOE = Architecture(
         "mtp_kept": (0,),
     },
     rules=(
-        *EMBEDDING, *NORMS, *SELF_ATTENTION,
-        Rule(ATTENTION + "q_layernorm.weight", ALL_QUERIES, (HF_ATTENTION + "q_norm.weight",),
-             norm=True),
-        Rule(ATTENTION + "k_layernorm.weight", ALL_KEYS, (HF_ATTENTION + "k_norm.weight",),
-             norm=True),
-        ROUTER[0], *ROUTED, *HEAD,
+        *EMBEDDING, *NORMS, *SELF_ATTENTION, *WHOLE_NORMS, ROUTER[0], *ROUTED, *HEAD,
     ),
     config={
         **{key: value for key, value in BASE_CONFIG.items() if key != "head_dim"},

@@ -275,7 +275,7 @@ def _check_overrides(
 ) -> None:
     """Raise OptionsError for a --set that nothing reads."""
     new = [name for name in overrides if name not in checkpoint.args]
-    unread = unread_arguments(new, values, checkpoint.shapes)
+    unread = unread_arguments(new, values, checkpoint.shapes) if new else ()
     if unread:
         near = difflib.get_close_matches(unread[0], checkpoint.args, n=1)
         raise OptionsError(

@@ -145,9 +145,3 @@ def _around_expert(name: str, first_layer: int) -> tuple[str, int | None, str]:
 def is_expert(name: str) -> bool:
     """Whether the tensor belongs to one routed expert."""
     return _EXPERT.match(name) is not None
-
-
-@lru_cache(_MANY)
-def shift_expert(name: str, offset: int) -> str:
-    """The name with its routed expert's number raised by ``offset``."""
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + offset}{found[3]}", name)

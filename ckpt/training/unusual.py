@@ -60,7 +60,7 @@ UNUSUAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 # Read elsewhere than through the fields of the architecture.
 ALSO_READ = frozenset({
     "mla_softmax_mscale", "moe_router_load_balancing_type", "moe_expert_capacity_factor",
-    "untie_embeddings_and_output_weights", "num_experts", "checkpoint_version",
+    "checkpoint_version",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
 })  # fmt: skip

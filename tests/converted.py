@@ -1,0 +1,33 @@
+"""What a conversion wrote, held to the truth bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+from tiny_megatron import expected_hf
+
+from ckpt.config import ConvertOptions
+from ckpt.convert import convert_checkpoint
+from ckpt.inspection import weight_files
+
+
+def read_tensors(place):
+    """Every tensor of a model's directory, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in weight_files(place):
+        tensors |= load_file(place / name)
+    return tensors
+
+
+def assert_equal(found, expected):
+    """The same names, types, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def assert_converts(source, model, place, options=None):
+    """The checkpoint of a tiny model converts to exactly its tensors."""
+    convert_checkpoint(source, place, options or ConvertOptions(family=model.hf_family))
+    assert_equal(read_tensors(place), expected_hf(model))
