@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from ckpt.cli import main
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, staging
-from ckpt.convert import write as writer_module
+from ckpt.convert import units as units_module
 from ckpt.convert.staging import stage_path
 from ckpt.errors import OutputError
 from ckpt.manifest import read_stage
@@ -226,14 +226,13 @@ def test_a17_an_unknown_class_is_read_as_a_stub_and_reported(tmp_path):
 
 DRIVER = """
 import sys, time
-from ckpt.convert import write
+from ckpt.convert import read
 from ckpt.cli import main
-original = write.windows
-def slow(files, target):
-    for window in original(files, target):
-        time.sleep(0.05)
-        yield window
-write.windows = slow
+original = read.fill_window
+def slow(*values):
+    time.sleep(0.05)
+    original(*values)
+read.fill_window = slow
 main(["convert", sys.argv[1], sys.argv[2], "--max-shard-size", "15kB", "--quiet"])
 """
 
@@ -287,8 +286,8 @@ def test_a_source_that_changed_since_the_kill_is_converted_anew(tmp_path, monkey
             raise KeyboardInterrupt
         return written(*values)
 
-    written = writer_module._write_part
-    monkeypatch.setattr(writer_module, "_write_part", broken)
+    written = units_module.LocalFile
+    monkeypatch.setattr(units_module, "LocalFile", broken)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, out, options)
     monkeypatch.undo()
@@ -311,7 +310,7 @@ def test_a23_a_full_disk_says_so_and_keeps_what_is_finished(tmp_path, monkeypatc
     def full(*_values):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer_module, "_write_part", full)
+    monkeypatch.setattr(units_module.LocalFile, "write", full)
     with pytest.raises(OutputError, match="the disk is full"):
         convert_checkpoint(source, out, ConvertOptions())
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.convert.write import Files, clip, fill
+from ckpt.convert.read import Files, clip, fill
 from ckpt.errors import PlanError
 from ckpt.layout import Cut, Layout, Sizes, copies_for, cut, place
 from ckpt.rectangles import rectangles

@@ -100,7 +100,7 @@ def test_a27_weights_that_are_no_numbers_stop_with_tensor_count_and_file(tmp_pat
 @pytest.mark.parametrize("window", [8, 56, 2**24])
 def test_a27_the_file_is_that_of_the_rank_whatever_the_window(tmp_path, monkeypatch, window, rank):
     """A tensor that passes in many windows is counted in all of them."""
-    monkeypatch.setattr("ckpt.convert.write.WINDOW_BYTES", window)
+    monkeypatch.setattr("ckpt.convert.read.WINDOW_BYTES", window)
     source = spoilt(math.nan, math.inf, -math.inf, rank=rank, root=tmp_path / "run")
     with pytest.raises(SourceError) as raised:
         convert_checkpoint(source, tmp_path / "out", ConvertOptions())

@@ -12,7 +12,7 @@ from builders import with_other_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.convert.write import Files, fill
+from ckpt.convert.read import Files, fill
 from ckpt.errors import CkptError, SourceError
 from ckpt.rectangles import rectangles
 from ckpt.sources.torch_archive import read_archive

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpt.convert import write
+from ckpt.convert import read, write
 from ckpt.convert.checks import run_checks
 from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
 from ckpt.convert.plan import Check, Target
-from ckpt.convert.write import Files, read_receipt, windows, write_file
+from ckpt.convert.read import Files, windows
+from ckpt.convert.units import Unit, read_receipt, write_unit
 from ckpt.errors import OutputError, SourceError
 from ckpt.progress import Silent
 from ckpt.rectangles import Copy, rectangles
@@ -38,8 +39,8 @@ def target_of(tensor, file, steps=(), name="w"):
 
 
 def written(tmp_path, *targets):
-    with Files() as files:
-        report = write_file(tmp_path, NAME, targets, files, Silent(), allow_nonfinite=True)
+    unit = Unit(NAME, targets, allow_nonfinite=True)
+    report = write_unit(unit, tmp_path, lambda _: None)
     return report, load_file(tmp_path / NAME)
 
 
@@ -61,10 +62,9 @@ def test_windows_of_any_size_give_the_same_bytes(
         (place / str(rank)).write_bytes(np.ascontiguousarray(part).tobytes())
         view = View.contiguous(str(place / str(rank)), 0, DType.I32, part.shape)
         copies += rectangles(view, strides, rank * columns * strides[1] * 4)
-    spec = TensorSpec("w", DType.I32, expected.shape)
     with pytest.MonkeyPatch.context() as patch, Files() as files:
-        patch.setattr(write, "WINDOW_BYTES", 4 * window)
-        found = list(windows(files, Target(spec, DType.I32, tuple(copies))))
+        patch.setattr(read, "WINDOW_BYTES", 4 * window)
+        found = list(windows(files, copies, expected.nbytes))
     assert b"".join(part.tobytes() for part in found) == expected.tobytes()
     assert all(part.nbytes <= 4 * window for part in found)
 
@@ -74,7 +74,7 @@ def test_windows_of_any_size_give_the_same_bytes(
 @pytest.mark.parametrize("start", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a27_casts_round_as_torch_does(tmp_path, monkeypatch, start, to, window):
     """Ties to even, infinities, NaN, subnormals, negative zero; in windows of any size."""
-    monkeypatch.setattr(write, "WINDOW_BYTES", window)
+    monkeypatch.setattr(read, "WINDOW_BYTES", window)
     values = torch.tensor(
         [1.0, -0.0, math.pi, 1 + 2**-8, 1 + 3 * 2**-8, 65504, 65519, 65520, 70000, -1e38, 1e-30,
          6e-8, 2e-8, -3e-8, math.inf, -math.inf, math.nan, 0.1]
@@ -131,7 +131,7 @@ def test_a23_a_file_that_is_not_whole_is_written_again(tmp_path, damage):
         receipt.unlink()
     else:
         receipt.write_text("{")
-    assert read_receipt(tmp_path, NAME) is None
+    assert read_receipt(tmp_path, Unit(NAME, (target,), allow_nonfinite=True)) is None
     _, found = written(tmp_path, target)
     assert torch.equal(found["w"], torch.arange(6.0))
 
@@ -157,7 +157,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_an_error_with_its_name(tmp_pa
     target = target_of(torch.arange(600.0), tmp_path / "source")
     with (tmp_path / "source").open("r+b") as stream:
         stream.truncate(1000)
-    with pytest.raises(SourceError, match="source: the file ended early"):
+    with pytest.raises(SourceError, match="source: the file changed"):
         written(tmp_path, target)
     (tmp_path / "source").unlink()
     with pytest.raises(SourceError, match=r"source.*No such file"):
@@ -165,7 +165,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_an_error_with_its_name(tmp_pa
 
 
 def test_many_source_files_never_hold_more_than_a_few_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "_OPEN_FILES", 3)
+    monkeypatch.setattr(read, "_OPEN_FILES", 3)
     for number in range(8):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 4)
     buffer = np.zeros(4, np.uint8)
@@ -183,15 +183,14 @@ def test_rows_with_gaps_are_read_whole_or_one_by_one(tmp_path, gap):
     array = np.arange(7 * 3 * gap, dtype=np.int32).reshape(7, 3 * gap)
     (tmp_path / "f").write_bytes(array.tobytes())
     copy = Copy(str(tmp_path / "f"), 0, 12 * gap, 0, 12, 7, 12, 4)
-    spec = TensorSpec("w", DType.I32, (7, 3))
     with Files() as files:
-        (window,) = windows(files, Target(spec, DType.I32, (copy,)))
+        (window,) = windows(files, [copy], 7 * 3 * 4)
     assert np.array_equal(window.view(np.int32).reshape(7, 3), array[:, :3])
 
 
 @pytest.mark.parametrize("at", [0, 11, 23])
 def test_copies_that_differ_in_one_byte_are_found_in_any_window(tmp_path, monkeypatch, at):
-    monkeypatch.setattr(write, "WINDOW_BYTES", 8)
+    monkeypatch.setattr(read, "WINDOW_BYTES", 8)
     content = bytearray(range(24))
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "same").write_bytes(content)
@@ -212,3 +211,131 @@ def test_a_receipt_is_plain_json(tmp_path):
     written(tmp_path, target_of(values, tmp_path / "f", [Cast(DType.F16)]))
     receipt = json.loads((tmp_path / f"{NAME}.receipt.json").read_text())
     assert receipt["overflowed"] == {"w": 1}
+
+
+def in_one_file(tmp_path, *tensors):
+    """Targets of tensors that follow one another in a source file."""
+    targets, at = [], 0
+    with (tmp_path / "source").open("wb") as stream:
+        for number, tensor in enumerate(tensors):
+            dtype = DType.from_torch_name(str(tensor.dtype).removeprefix("torch."))
+            stream.write(bytes(tensor.flatten().view(torch.uint8).tolist()))
+            view = View.contiguous(str(tmp_path / "source"), at, dtype, tuple(tensor.shape))
+            copies = tuple(rectangles(view, contiguous_strides(view.shape), 0))
+            spec = TensorSpec(f"t{number}", dtype, tuple(tensor.shape))
+            targets.append(Target(spec, dtype, copies))
+            at += view.nbytes
+    return targets
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    window=st.sampled_from([8, 16, 40, 4096, 8192, 12288]),
+    sizes=st.lists(
+        st.tuples(
+            st.integers(0, 3000),
+            st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    direct=st.booleans(),
+)
+def test_tensors_of_odd_sizes_share_windows_with_and_without_direct_writes(
+    tmp_path_factory, window, sizes, direct
+):
+    """An element is never cut in two; the file is cut to its size; safetensors reads it."""
+    import hashlib
+
+    place = tmp_path_factory.mktemp("x")
+    tensors = [torch.arange(count).to(dtype) for count, dtype in sizes]
+    targets = tuple(in_one_file(place, *tensors))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "WINDOW_BYTES", window)
+        if not direct:
+            patch.delattr(write.os, "O_DIRECT")
+        report, found = written(place, *targets)
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(found[f"t{number}"], tensor)
+    content = (place / NAME).read_bytes()
+    assert (report.size, report.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("when", ["open", "write"])
+def test_a_file_system_without_direct_writes_gets_buffered_ones(
+    tmp_path, monkeypatch, when, number
+):
+    """Some refuse when the file is opened, some at the first write."""
+    real, direct = getattr(write.os, when if when == "open" else "pwritev"), write.os.O_DIRECT
+    opened = []
+
+    def refuse(*values):
+        if when == "open" and values[1] & direct:
+            raise OSError(number, "no direct access here")
+        if when == "write" and not opened:
+            opened.append(values)
+            raise OSError(number, "no direct access here")
+        return real(*values)
+
+    target = target_of(torch.arange(5000.0), tmp_path / "f")
+    monkeypatch.setattr(write.os, "open" if when == "open" else "pwritev", refuse)
+    _, found = written(tmp_path, target)
+    assert torch.equal(found["w"], torch.arange(5000.0))
+
+
+@pytest.mark.parametrize("most", [1, 511, 4096, 4097])
+def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(tmp_path, monkeypatch, most):
+    """A short write is no error; what follows it is not aligned any more."""
+    real = write.os.pwritev
+
+    def short(fd, buffers, at):
+        return (
+            real(fd, [buffers[0][:most]], at) if most > 100 or at > 9000 else real(fd, buffers, at)
+        )
+
+    target = target_of(torch.arange(3000.0), tmp_path / "f")
+    monkeypatch.setattr(write.os, "pwritev", short)
+    _, found = written(tmp_path, target)
+    assert torch.equal(found["w"], torch.arange(3000.0))
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_source_file_that_is_not_the_planned_one_is_refused(tmp_path, monkeypatch, when):
+    """Size or time of change differ: weights of two saves never meet in one output."""
+    import os
+
+    target = target_of(torch.arange(6.0), tmp_path / "f")
+    state = (tmp_path / "f").stat()
+    unit = Unit(NAME, (target,), {str(tmp_path / "f"): (state.st_size, state.st_mtime_ns)})
+
+    def touch(*_):
+        os.utime(tmp_path / "f", ns=(1, 1))
+
+    if when == "before":
+        touch()
+    with pytest.raises(SourceError, match="changed while it was being converted") as caught:
+        write_unit(unit, tmp_path, touch if when == "while" else lambda _: None)
+    assert caught.value.file == str(tmp_path / "f")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_receipt_of_another_plan_counts_for_nothing(tmp_path):
+    """The file has the right name and size, and other bytes."""
+    one, two = torch.arange(6.0), torch.arange(6.0) + 1
+    written(tmp_path, target_of(one, tmp_path / "one"))
+    _, found = written(tmp_path, target_of(two, tmp_path / "two"))
+    assert torch.equal(found["w"], two)
+
+
+@pytest.mark.parametrize("pitch", [8, 12, 60, 40_000])
+def test_transposed_rows_with_gaps_are_read_whole_or_one_by_one(tmp_path, monkeypatch, pitch):
+    """A file row holds four elements of a column, then a gap; windows take some of them."""
+    monkeypatch.setattr(read, "WINDOW_BYTES", 24)
+    raw = np.arange(5 * pitch // 2, dtype=np.int16)
+    (tmp_path / "f").write_bytes(raw.tobytes())
+    copy = Copy(str(tmp_path / "f"), 0, pitch, 0, 10, 4, 10, 2, transposed=True)
+    with Files() as files:
+        found = b"".join(part.tobytes() for part in windows(files, [copy], 40))
+    expected = np.stack([raw[row * pitch // 2 :][:4] for row in range(5)], axis=1)
+    assert found == np.ascontiguousarray(expected).tobytes()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from ckpt.arch import Architecture
     from ckpt.config import ConvertOptions
-    from ckpt.convert.write import Files, Written
+    from ckpt.convert.units import Unit, Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.sources.locate import IterationChoice
@@ -190,7 +190,9 @@ def carry_out(
     builder: ModelBuilder | None = None,
 ) -> ConvertReport:
     """Write what :func:`plan_conversion` planned; raises as :func:`convert_checkpoint` does."""
-    from ckpt.convert import checks, staging, write  # noqa: PLC0415 - planning needs no NumPy
+    from ckpt.convert import checks, staging  # noqa: PLC0415 - planning needs no NumPy
+    from ckpt.convert.read import Files  # noqa: PLC0415
+    from ckpt.convert.write import disk_faults  # noqa: PLC0415
 
     if builder is None:
         with ModelBuilder() as own:
@@ -200,15 +202,15 @@ def carry_out(
     staging.check_apart(output, conversion.checkpoint.directory)
     for note in conversion.notes:
         progress.note(f"note: {note}")
-    with write.Files() as files:
+    with Files() as files:
         drift = checks.run_checks(conversion.plan.checks, files, progress).note()
         if drift:
             conversion = replace(conversion, notes=(*conversion.notes, drift))
             progress.note(f"note: {drift}")
         conversion = prove_conversion(conversion, builder)
         stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
-        written = _write_weights(conversion, options, stage, files, progress)
-    with write.disk_faults(stage):
+        written = _write_weights(conversion, options, stage, progress)
+    with disk_faults(stage):
         written += _write_beside(conversion, stage)
         staging.check_written(stage, conversion.files)
         staging.clear_receipts(stage)
@@ -218,25 +220,35 @@ def carry_out(
     return ConvertReport(output, section)
 
 
-def _write_weights(
-    conversion: Conversion,
-    options: ConvertOptions,
-    stage: Path,
-    files: Files,
-    progress: Progress,
-) -> list[Written]:
-    from ckpt.convert import write  # noqa: PLC0415 - planning needs no NumPy
+def units_of(conversion: Conversion, options: ConvertOptions) -> list[Unit]:
+    """The output files that hold weights, each with all that is needed to write it."""
+    from ckpt.convert.units import Unit  # noqa: PLC0415 - planning needs no NumPy
 
     targets = {target.spec.name: target for target in conversion.plan.targets}
-    progress.start("writing weights", conversion.plan.nbytes)
-    written = []
+    root, stamps = conversion.checkpoint.directory, conversion.identity["files"]
+    known = {str(root / name): stamp for name, stamp in stamps.items()}
+    units = []
     for name, specs in conversion.files:
-        chosen = [targets[spec.name] for spec in specs]
-        written.append(
-            write.write_file(
-                stage, name, chosen, files, progress, allow_nonfinite=options.allow_nonfinite
-            )
-        )
+        chosen = tuple(targets[spec.name] for spec in specs)
+        read = {
+            copy.file
+            for target in chosen
+            for copies in (target.copies, *target.further)
+            for copy in copies
+        }
+        own = {file: known[file] for file in sorted(read) if file in known}
+        units.append(Unit(name, chosen, own, conversion.fingerprint, options.allow_nonfinite))
+    return units
+
+
+def _write_weights(
+    conversion: Conversion, options: ConvertOptions, stage: Path, progress: Progress
+) -> list[Written]:
+    from ckpt.convert.units import write_unit  # noqa: PLC0415 - planning needs no NumPy
+
+    progress.start("writing weights", conversion.plan.nbytes)
+    units = units_of(conversion, options)
+    written = [write_unit(unit, stage, progress.advance) for unit in units]
     progress.finish()
     return written
 
@@ -264,10 +276,10 @@ def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
 
 
 def _hashed(directory: Path, name: str) -> Written:
-    from ckpt.convert import write  # noqa: PLC0415 - planning needs no NumPy
+    from ckpt.convert.units import Written  # noqa: PLC0415 - planning needs no NumPy
 
     content = (directory / name).read_bytes()
-    return write.Written(name, len(content), sha256(content).hexdigest())
+    return Written(name, len(content), sha256(content).hexdigest())
 
 
 def _check_overrides(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.convert.write import WINDOW_BYTES, fill_window
+from ckpt.convert.read import windows
 from ckpt.errors import SourceError
 from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, contiguous_strides
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpt.convert.plan import Check
-    from ckpt.convert.write import Files
+    from ckpt.convert.read import Files
     from ckpt.progress import Progress
     from ckpt.tensors import View
 
@@ -111,9 +111,4 @@ _AS_FLOAT = {
 
 
 def _elements(files: Files, view: View) -> Iterator[np.ndarray]:
-    copies = sorted(rectangles(view, contiguous_strides(view.shape), 0), key=lambda c: c.target)
-    for first in range(0, view.nbytes, WINDOW_BYTES):
-        end = min(first + WINDOW_BYTES, view.nbytes)
-        window = np.empty(end - first, np.uint8)
-        fill_window(files, copies, window, first)
-        yield window
+    return windows(files, list(rectangles(view, contiguous_strides(view.shape), 0)), view.nbytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt.config import ConvertOptions
     from ckpt.convert.plan import Plan
     from ckpt.convert.reference import Comparison
-    from ckpt.convert.write import Written
+    from ckpt.convert.units import Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.training import TrainingArgs

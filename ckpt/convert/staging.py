@@ -11,7 +11,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from ckpt.convert.write import PART_SUFFIX, RECEIPT_SUFFIX
+from ckpt.convert.units import RECEIPT_SUFFIX
+from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
 from ckpt.manifest import MANIFEST_NAME, write_json
 from ckpt.shards import INDEX_NAME, read_header

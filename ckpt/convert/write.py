@@ -1,240 +1,186 @@
-"""A plan becomes files: windows of bounded size, written in order, hashed on the way.
+"""One output file on its way to the disk: filled, hashed and written in turn, in fixed memory.
 
-Peak memory is one window of the target plus one of the source, whatever the model's size.
-Finished files of an interrupted run are recognised by their receipts and kept.
+The bytes pass through a few page-aligned buffers. While one is being filled, those before it
+are hashed and written by threads of their own; a buffer is used again when both are done. Local
+files are opened with O_DIRECT where the file system has it (open(2)): the bytes go from the
+buffer to the disk without a copy in the page cache, which neither costs a copy nor drives out
+what others have cached, and leaves nothing to flush at the end.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ckpt.convert.maps import CastReport, apply_steps
-from ckpt.convert.nonfinite import NonfiniteCount
-from ckpt.errors import CkptError, OutputError, SourceError
-from ckpt.manifest import write_json
-from ckpt.shards import header_bytes
+from ckpt.convert import read
+from ckpt.errors import OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
-    from ckpt.convert.plan import Target
-    from ckpt.progress import Progress
-    from ckpt.rectangles import Copy
-
-WINDOW_BYTES = 16 * 2**20
-RECEIPT_SUFFIX = ".receipt.json"
 PART_SUFFIX = ".part"
-_OPEN_FILES = 200
-_SPARSE = 4  # read rows one by one when less than 1/4 of the bytes between them is wanted
+BUFFERS = 4
+_BLOCK = 4096  # O_DIRECT wants memory, offset and length in multiples of it
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-@dataclass(frozen=True)
-class Written:
-    """One finished output file."""
+class OutputFile(Protocol):
+    """A file that is written once, from its begin to its end, and appears when it is whole."""
 
-    name: str
-    size: int
-    sha256: str
-    overflowed: dict[str, int] = field(default_factory=dict)
-    underflowed: dict[str, int] = field(default_factory=dict)
-    nonfinite: dict[str, int] = field(default_factory=dict)
+    def write(self, content: memoryview, at: int) -> None:
+        """Write bytes at a multiple of the window; called from a thread, in order."""
+
+    def commit(self, size: int) -> None:
+        """Make the file of ``size`` bytes durable, and visible under its name."""
+
+    def abort(self) -> None:
+        """Leave nothing of it."""
 
 
-class Files(AbstractContextManager["Files"]):
-    """Source files by path, opened when first read, the oldest closed beyond a limit."""
+class LocalFile:
+    """A file on a disk: it grows under another name and is flushed before it gets its own."""
 
-    def __init__(self) -> None:
-        """No file is open yet."""
-        self._open: dict[str, int] = {}
+    def __init__(self, file: Path) -> None:
+        """Open ``NAME.part`` beside it; an older one is replaced."""
+        self._file, self._part = file, file.with_name(f"{file.name}{PART_SUFFIX}")
+        self._part.unlink(missing_ok=True)
+        self._fd, self._direct = _open_new(self._part)
+
+    def write(self, content: memoryview, at: int) -> None:
+        """Write ``content``, whose memory goes on to the next multiple of a block."""
+        done = 0
+        while done < len(content):
+            try:
+                done += os.pwritev(self._fd, [content[done:]], at + done)
+            except OSError as error:
+                if not self._direct or error.errno not in _NO_DIRECT:
+                    raise
+                self._give_up_direct()
+            if self._direct and done % _BLOCK:  # a short write: what follows is not aligned
+                self._give_up_direct()
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            # Starts writing back at once, so that little is left for the flush at the end.
+            os.posix_fadvise(self._fd, at, len(content), os.POSIX_FADV_DONTNEED)
+
+    def _give_up_direct(self) -> None:
+        os.close(self._fd)
+        self._fd, self._direct = os.open(self._part, os.O_WRONLY), False
+
+    def commit(self, size: int) -> None:
+        """Cut what was written beyond ``size``, flush, and give the file its name."""
+        os.ftruncate(self._fd, size)
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        self._part.replace(self._file)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._part.unlink(missing_ok=True)
+
+
+def _open_new(part: Path) -> tuple[int, bool]:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(part, flags | direct, 0o666), True
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            part.unlink(missing_ok=True)
+    return os.open(part, flags, 0o666), False
+
+
+class Stream(AbstractContextManager["Stream"]):
+    """The bytes of one output file in order; committed by :meth:`close`, else aborted."""
+
+    def __init__(self, file: OutputFile) -> None:
+        """Bytes put into it go to ``file``."""
+        self._file = file
+        self._buffers = [mmap.mmap(-1, read.WINDOW_BYTES + _BLOCK) for _ in range(BUFFERS)]
+        self._busy: list[tuple[Future[None], ...]] = [()] * BUFFERS
+        self._number = self._filled = self._at = 0
+        self._digest = hashlib.sha256()
+        self._hasher, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._open = True
 
     def __exit__(self, *_: object) -> None:
-        """Close all files."""
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
+        """End the threads; without a :meth:`close` nothing of the file is left."""
+        self._writer.shutdown(cancel_futures=True)
+        self._hasher.shutdown(cancel_futures=True)
+        if self._open:
+            self._file.abort()
 
-    def read_into(self, file: str, offset: int, target: np.ndarray) -> None:
-        """Fill a contiguous array of bytes from ``offset`` on; SourceError if the file ends."""
-        fd, done, view = self._fd(file), 0, memoryview(target.data).cast("B")
-        while done < len(view):
-            try:
-                count = os.preadv(fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise SourceError(f"cannot read: {error.strerror}", file=file) from error
-            if count == 0:
-                raise SourceError(
-                    "the file ended early: it changed while it was being converted", file=file
-                )
+    def room(self, item: int) -> np.ndarray:
+        """Memory for the bytes that follow: whole elements of ``item`` bytes, at least one.
+
+        It may reach a few bytes over the end of a window, so that no element is cut.
+        """
+        free = read.WINDOW_BYTES - self._filled
+        size = -(-free // item) * item
+        buffer = self._buffers[self._number]
+        return np.frombuffer(buffer, np.uint8, size, self._filled)
+
+    def put(self, count: int) -> None:
+        """The first ``count`` bytes of :meth:`room` have been filled."""
+        self._filled += count
+        if self._filled < read.WINDOW_BYTES:
+            return
+        buffer, over = self._buffers[self._number], self._filled - read.WINDOW_BYTES
+        self._send(read.WINDOW_BYTES)
+        self._number = (self._number + 1) % BUFFERS
+        self._wait(self._number)
+        self._buffers[self._number][:over] = buffer[read.WINDOW_BYTES : read.WINDOW_BYTES + over]
+        self._filled = over
+
+    def put_bytes(self, content: bytes) -> None:
+        """Copy bytes in."""
+        done = 0
+        while done < len(content):
+            room = self.room(1)
+            count = min(len(room), len(content) - done)
+            room[:count] = np.frombuffer(content, np.uint8, count, done)
+            self.put(count)
             done += count
 
-    def _fd(self, file: str) -> int:
-        fd = self._open.pop(file, None)
-        if fd is None:
-            if len(self._open) >= _OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            try:
-                fd = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise SourceError(f"cannot open: {error.strerror}", file=file) from error
-        self._open[file] = fd
-        return fd
+    def close(self) -> tuple[int, str]:
+        """Write what is left and commit the file: its size and SHA-256."""
+        size = self._at + self._filled
+        if self._filled:
+            self._send(self._filled)
+        for number in range(BUFFERS):
+            self._wait(number)
+        self._file.commit(size)
+        self._open = False
+        return size, self._digest.hexdigest()
 
-
-def clip(copy: Copy, first: int, end: int) -> Iterator[Copy]:
-    """The parts of a rectangle whose target bytes lie in [``first``, ``end``), as rectangles."""
-    last_row = copy.target + (copy.rows - 1) * copy.target_pitch
-    if copy.target >= first and last_row + copy.width <= end:
-        yield copy
-        return
-    row = max(0, (first - copy.target) // copy.target_pitch) if copy.target_pitch else 0
-    while row < copy.rows:
-        start = copy.target + row * copy.target_pitch
-        if start >= end:
-            return
-        if start >= first and start + copy.width <= end:
-            fit = (end - start - copy.width) // copy.target_pitch + 1
-            count = min(copy.rows - row, fit)
-            yield _part(copy, row, count, 0, copy.width)
-            row += count
-            continue
-        low, high = max(first, start) - start, min(end, start + copy.width) - start
-        if low < high:
-            yield _part(copy, row, 1, low, high - low)
-        row += 1
-
-
-def _part(copy: Copy, row: int, rows: int, byte: int, width: int) -> Copy:
-    if copy.transposed:
-        moved = row * copy.item + byte // copy.item * copy.source_pitch
-    else:
-        moved = row * copy.source_pitch + byte
-    return replace(
-        copy,
-        source=copy.source + moved,
-        target=copy.target + row * copy.target_pitch + byte,
-        rows=rows,
-        width=width,
-    )
-
-
-def fill(files: Files, copy: Copy, window: np.ndarray, base: int) -> None:
-    """Carry out one rectangle; ``window`` holds the target's bytes from ``base`` on."""
-    at = copy.target - base
-    if copy.transposed:
-        _fill_transposed(files, copy, window, at)
-        return
-    whole_target = copy.rows == 1 or copy.target_pitch == copy.width
-    whole_source = copy.rows == 1 or copy.source_pitch == copy.width
-    if whole_target and whole_source:
-        files.read_into(copy.file, copy.source, window[at : at + copy.nbytes])
-        return
-    if copy.source_pitch > _SPARSE * copy.width:
-        for row in range(copy.rows):
-            start = at + row * copy.target_pitch
-            target = window[start : start + copy.width]
-            files.read_into(copy.file, copy.source + row * copy.source_pitch, target)
-        return
-    _fill_strided(files, copy, window, at)
-
-
-def _fill_strided(files: Files, copy: Copy, window: np.ndarray, at: int) -> None:
-    """Read rows with the gaps between them, as many as a window takes, and drop the gaps."""
-    step = max(1, WINDOW_BYTES // copy.source_pitch)
-    for row in range(0, copy.rows, step):
-        count = min(step, copy.rows - row)
-        span = (count - 1) * copy.source_pitch + copy.width
-        buffer = np.empty(count * copy.source_pitch, np.uint8)
-        files.read_into(copy.file, copy.source + row * copy.source_pitch, buffer[:span])
-        source = buffer.reshape(count, copy.source_pitch)[:, : copy.width]
-        start = at + row * copy.target_pitch
-        target = np.lib.stride_tricks.as_strided(
-            window[start:], (count, copy.width), (copy.target_pitch, 1)
+    def _send(self, count: int) -> None:
+        """Hash ``count`` bytes of the buffer and write them, in whole blocks."""
+        view = memoryview(self._buffers[self._number])
+        end = -(-count // _BLOCK) * _BLOCK
+        self._busy[self._number] = (
+            self._writer.submit(self._file.write, view[:end], self._at),
+            self._hasher.submit(self._digest.update, view[:count]),
         )
-        np.copyto(target, source)
+        self._at += count
 
-
-def _fill_transposed(files: Files, copy: Copy, window: np.ndarray, at: int) -> None:
-    """Read the file's rows (the target's columns) and lay them down as columns."""
-    columns, line = copy.width // copy.item, copy.rows * copy.item
-    kind = np.dtype(f"V{copy.item}")
-    buffer = np.empty(line, np.uint8)
-    for column in range(columns):
-        files.read_into(copy.file, copy.source + column * copy.source_pitch, buffer)
-        start = at + column * copy.item
-        end = start + (copy.rows - 1) * copy.target_pitch + copy.item
-        target = np.lib.stride_tricks.as_strided(
-            window[start:end], (copy.rows, copy.item), (copy.target_pitch, 1)
-        )
-        np.copyto(target, buffer.view(kind).view(np.uint8).reshape(copy.rows, copy.item))
-
-
-def windows(files: Files, target: Target) -> Iterator[np.ndarray]:
-    """The stored bytes of a target, before its steps, in windows of bounded size.
-
-    A window of a target that combines ranks' copies has one row for each of them.
-    """
-    layers = [
-        sorted(copies, key=lambda copy: copy.target) for copies in (target.copies, *target.further)
-    ]
-    item = target.stored.itemsize
-    size = max(1, WINDOW_BYTES // item // len(layers)) * item
-    for first in range(0, target.stored_bytes, size):
-        end = min(first + size, target.stored_bytes)
-        window = np.empty((len(layers), end - first), np.uint8)
-        for row, copies in zip(window, layers, strict=True):
-            fill_window(files, copies, row, first)
-        yield window if target.further else window[0]
-
-
-def fill_window(files: Files, copies: Sequence[Copy], window: np.ndarray, first: int) -> None:
-    """Fill bytes ``first`` and on of a target; ``copies`` are in order of their target."""
-    end = first + len(window)
-    for copy in copies:
-        if copy.target >= end:
-            break
-        for part in clip(copy, first, end):
-            fill(files, part, window, first)
-
-
-def write_file(
-    directory: Path,
-    name: str,
-    targets: Sequence[Target],
-    files: Files,
-    progress: Progress,
-    *,
-    allow_nonfinite: bool = False,
-) -> Written:
-    """Write one safetensors file and its receipt, or keep the finished one of an earlier run.
-
-    Raises SourceError for a tensor with NaN or infinite values unless they are allowed.
-    """
-    known = read_receipt(directory, name)
-    if known is not None:
-        progress.advance(sum(target.spec.nbytes for target in targets))
-        return known
-    part = directory / f"{name}{PART_SUFFIX}"
-    with disk_faults(part):
-        try:
-            content = _Content(files, progress, allow_nonfinite=allow_nonfinite)
-            written = _write_part(part, name, targets, content)
-        except (OSError, CkptError):
-            part.unlink(missing_ok=True)
-            raise
-        part.replace(directory / name)
-        write_json(directory / f"{name}{RECEIPT_SUFFIX}", asdict(written))
-    return written
+    def _wait(self, number: int) -> None:
+        for future in self._busy[number]:
+            future.result()
+        self._busy[number] = ()
 
 
 @contextmanager
@@ -243,83 +189,9 @@ def disk_faults(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror)
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        reason = "the disk is full" if full else str(error.strerror)
+        hint = "Make room" if full else "Once the disk takes it again"
         raise OutputError(
-            f"cannot write: {reason}",
-            file=file,
-            hint="Make room; the same command goes on from here",
+            f"cannot write: {reason}", file=file, hint=f"{hint}; the same command goes on from here"
         ) from error
-
-
-class _Content:
-    """The bytes to write, target by target, and what was noticed in them."""
-
-    def __init__(self, files: Files, progress: Progress, *, allow_nonfinite: bool) -> None:
-        self._files, self._progress, self._allow = files, progress, allow_nonfinite
-        self.casts = CastReport()
-        self.nonfinite: dict[str, int] = {}
-
-    def of(self, target: Target) -> Iterator[memoryview]:
-        """The target's bytes after its steps, in windows."""
-        found = NonfiniteCount(target.stored)
-        for window in windows(self._files, target):
-            found.add(window)
-            content = window
-            if target.steps:
-                content = apply_steps(
-                    window, target.stored, target.steps, name=target.spec.name, report=self.casts
-                )
-            yield memoryview(content.data).cast("B")
-            self._progress.advance(content.nbytes)
-        if found.count and not self._allow:
-            raise _nonfinite(target, found)
-        if found.count:
-            self.nonfinite[target.spec.name] = found.count
-
-
-def _nonfinite(target: Target, found: NonfiniteCount) -> SourceError:
-    row, at = found.first
-    end = at + target.stored.itemsize
-    copies = (target.copies, *target.further)[row]
-    return SourceError(
-        "weights that are no numbers",
-        file=next(copy.file for copy in copies if any(True for _ in clip(copy, at, end))),
-        tensor=target.spec.name,
-        expected="finite values",
-        found=f"{found.count} that are NaN or infinite",
-        hint="Training may have diverged: take an earlier --iteration, or convert them as they "
-        "are with --allow-nonfinite",
-    )
-
-
-def _write_part(part: Path, name: str, targets: Sequence[Target], content: _Content) -> Written:
-    digest, size = hashlib.sha256(), 0
-    with part.open("wb") as stream, ThreadPoolExecutor(1) as hasher:
-        pending: Future[None] | None = None
-        header = header_bytes([target.spec for target in targets])
-        digest.update(header)
-        size += stream.write(header)
-        for target in targets:
-            for window in content.of(target):
-                if pending is not None:
-                    pending.result()
-                pending = hasher.submit(digest.update, window)
-                size += stream.write(window)
-        if pending is not None:
-            pending.result()
-        stream.flush()
-        os.fsync(stream.fileno())
-    casts = content.casts
-    return Written(
-        name, size, digest.hexdigest(), casts.overflowed, casts.underflowed, content.nonfinite
-    )
-
-
-def read_receipt(directory: Path, name: str) -> Written | None:
-    """What an earlier run left of this file, if it was finished and is still whole."""
-    try:
-        content = json.loads((directory / f"{name}{RECEIPT_SUFFIX}").read_text(encoding="utf-8"))
-        size = (directory / name).stat().st_size
-    except (OSError, ValueError):
-        return None
-    return Written(**content) if content.get("size") == size else None

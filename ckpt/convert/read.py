@@ -1,0 +1,240 @@
+"""Rectangles of source files become bytes in memory, into buffers that are used again.
+
+Files are read, never mapped: pages of a mapping would count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckpt.rectangles import Copy
+
+WINDOW_BYTES = 16 * 2**20
+Stamp = tuple[int, int]
+_OPEN_FILES = 200
+_SPARSE = 4  # read rows one by one when less than 1/4 of the bytes between them is wanted
+_GAP_BYTES = 16 * 2**10  # and when a call costs less than reading what lies between two rows
+
+
+class Files(AbstractContextManager["Files"]):
+    """Source files by path, opened when first read, the oldest closed beyond a limit."""
+
+    def __init__(self, stamps: Mapping[str, Stamp] | None = None) -> None:
+        """No file is open yet; ``stamps`` are sizes and times of files that must not change."""
+        self._open: dict[str, int] = {}
+        self._stamps = stamps or {}
+        self._scratch = np.empty(0, np.uint8)
+
+    def __exit__(self, *_: object) -> None:
+        """Close all files."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def scratch(self, nbytes: int) -> np.ndarray:
+        """Room for so many bytes, the same at each call: its old content is lost."""
+        if len(self._scratch) < nbytes:
+            self._scratch = np.empty(max(nbytes, WINDOW_BYTES), np.uint8)
+        return self._scratch[:nbytes]
+
+    def read_into(self, file: str, offset: int, target: np.ndarray) -> None:
+        """Fill a contiguous array of bytes from ``offset`` on.
+
+        Raises SourceError for a file that ends early, is not the one that was planned with,
+        or cannot be read.
+        """
+        fd, done, view = self._fd(file), 0, memoryview(target.data).cast("B")
+        while done < len(view):
+            try:
+                count = os.preadv(fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise _unreadable("read", error, file) from error
+            if count == 0:
+                raise _changed(file, "to go on", "its end")
+            done += count
+
+    def check_unchanged(self, names: Sequence[str]) -> None:
+        """Raise SourceError if one of these files is not as it was when the plan was made.
+
+        A file that was deleted while it is open here is as it was.
+        """
+        for file in names:
+            fd = self._open.get(file)
+            if file not in self._stamps:
+                continue
+            try:
+                state = Path(file).stat() if fd is None else os.fstat(fd)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise _unreadable("read", error, file) from error
+            self._compare(file, state)
+
+    def _fd(self, file: str) -> int:
+        fd = self._open.pop(file, None)
+        if fd is None:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                fd = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise _unreadable("open", error, file) from error
+            self._open[file] = fd
+            self._compare(file, os.fstat(fd))
+        self._open[file] = fd
+        return fd
+
+    def _compare(self, file: str, state: os.stat_result) -> None:
+        planned = self._stamps.get(file)
+        found = state.st_size, state.st_mtime_ns
+        if planned is not None and tuple(planned) != found:
+            words = [f"{size} bytes, modified at {time} ns" for size, time in (planned, found)]
+            raise _changed(file, *words)
+
+
+def _unreadable(what: str, error: OSError, file: str) -> SourceError:
+    gone = isinstance(error, FileNotFoundError)
+    return SourceError(
+        f"cannot {what}: {error.strerror}",
+        file=file,
+        hint="It was there when the plan was made: keep the checkpoint until it is converted"
+        if gone
+        else "Nothing is lost: once it can be read, the same command goes on from here",
+    )
+
+
+def _changed(file: str, expected: str, found: str) -> SourceError:
+    return SourceError(
+        "the file changed while it was being converted",
+        file=file,
+        expected=expected,
+        found=found,
+        hint="Wait until its writer has finished; the same command then starts afresh",
+    )
+
+
+def clip(copy: Copy, first: int, end: int) -> Iterator[Copy]:
+    """The parts of a rectangle whose target bytes lie in [``first``, ``end``), as rectangles."""
+    last_row = copy.target + (copy.rows - 1) * copy.target_pitch
+    if copy.target >= first and last_row + copy.width <= end:
+        yield copy
+        return
+    row = max(0, (first - copy.target) // copy.target_pitch) if copy.target_pitch else 0
+    while row < copy.rows:
+        start = copy.target + row * copy.target_pitch
+        if start >= end:
+            return
+        if start >= first and start + copy.width <= end:
+            fit = (end - start - copy.width) // copy.target_pitch + 1
+            count = min(copy.rows - row, fit)
+            yield _part(copy, row, count, 0, copy.width)
+            row += count
+            continue
+        low, high = max(first, start) - start, min(end, start + copy.width) - start
+        if low < high:
+            yield _part(copy, row, 1, low, high - low)
+        row += 1
+
+
+def _part(copy: Copy, row: int, rows: int, byte: int, width: int) -> Copy:
+    if copy.transposed:
+        moved = row * copy.item + byte // copy.item * copy.source_pitch
+    else:
+        moved = row * copy.source_pitch + byte
+    return replace(
+        copy,
+        source=copy.source + moved,
+        target=copy.target + row * copy.target_pitch + byte,
+        rows=rows,
+        width=width,
+    )
+
+
+def windows(files: Files, copies: Sequence[Copy], nbytes: int) -> Iterator[np.ndarray]:
+    """The bytes that rectangles fill, in new arrays of bounded size, in order."""
+    ordered = sorted(copies, key=lambda copy: copy.target)
+    for first in range(0, nbytes, WINDOW_BYTES):
+        window = np.empty(min(WINDOW_BYTES, nbytes - first), np.uint8)
+        fill_window(files, ordered, window, first)
+        yield window
+
+
+def fill_window(files: Files, copies: Sequence[Copy], window: np.ndarray, first: int) -> None:
+    """Fill bytes ``first`` and on of a target; ``copies`` are in order of their target."""
+    end = first + len(window)
+    for copy in copies:
+        if copy.target >= end:
+            break
+        for part in clip(copy, first, end):
+            fill(files, part, window, first)
+
+
+def fill(files: Files, copy: Copy, window: np.ndarray, base: int) -> None:
+    """Carry out one rectangle; ``window`` holds the target's bytes from ``base`` on."""
+    at = copy.target - base
+    if copy.transposed:
+        _fill_transposed(files, copy, window, at)
+        return
+    whole_target = copy.rows == 1 or copy.target_pitch == copy.width
+    whole_source = copy.rows == 1 or copy.source_pitch == copy.width
+    if whole_target and whole_source:
+        files.read_into(copy.file, copy.source, window[at : at + copy.nbytes])
+        return
+    gap = copy.source_pitch - copy.width
+    if gap >= _GAP_BYTES or copy.source_pitch > _SPARSE * copy.width:
+        for row in range(copy.rows):
+            start = at + row * copy.target_pitch
+            target = window[start : start + copy.width]
+            files.read_into(copy.file, copy.source + row * copy.source_pitch, target)
+        return
+    _fill_strided(files, copy, window, at)
+
+
+def _fill_strided(files: Files, copy: Copy, window: np.ndarray, at: int) -> None:
+    """Read rows with the gaps between them, as many as a window takes, and drop the gaps."""
+    step = max(1, WINDOW_BYTES // copy.source_pitch)
+    for row in range(0, copy.rows, step):
+        count = min(step, copy.rows - row)
+        span = (count - 1) * copy.source_pitch + copy.width
+        buffer = files.scratch(count * copy.source_pitch)
+        files.read_into(copy.file, copy.source + row * copy.source_pitch, buffer[:span])
+        source = buffer.reshape(count, copy.source_pitch)[:, : copy.width]
+        start = at + row * copy.target_pitch
+        target = np.lib.stride_tricks.as_strided(
+            window[start:], (count, copy.width), (copy.target_pitch, 1)
+        )
+        np.copyto(target, source)
+
+
+def _fill_transposed(files: Files, copy: Copy, window: np.ndarray, at: int) -> None:
+    """Read the file's rows (the target's columns), as many as a window takes, and turn them."""
+    columns, line, pitch = copy.width // copy.item, copy.rows * copy.item, copy.source_pitch
+    dense = pitch <= _SPARSE * line and pitch - line < _GAP_BYTES
+    step = max(1, WINDOW_BYTES // max(pitch if dense else line, 1))
+    kind = np.dtype(f"V{copy.item}")
+    for column in range(0, columns, step):
+        count = min(step, columns - column)
+        start = copy.source + column * pitch
+        between = pitch if dense else line
+        buffer = files.scratch(count * between)
+        if dense:
+            files.read_into(copy.file, start, buffer[: (count - 1) * pitch + line])
+        else:
+            for index in range(count):
+                row = buffer[index * line : (index + 1) * line]
+                files.read_into(copy.file, start + index * pitch, row)
+        source = np.ndarray((copy.rows, count), kind, buffer, 0, (copy.item, between))
+        place = at + column * copy.item
+        target = np.ndarray((copy.rows, count), kind, window, place, (copy.target_pitch, copy.item))
+        np.copyto(target, source)

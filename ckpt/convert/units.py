@@ -1,0 +1,117 @@
+"""One output file as a unit of work: what it needs, how it is written, and its receipt.
+
+A unit can be written by any process on any machine that sees the source and the output. Its
+receipt lies beside the file until the whole output is complete; it holds the file's name, size
+and SHA-256, and a digest of what the unit was to do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from ckpt.convert.content import Content
+from ckpt.convert.read import Files
+from ckpt.convert.write import LocalFile, Stream, disk_faults
+from ckpt.manifest import write_json
+from ckpt.shards import header_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from ckpt.convert.plan import Target
+    from ckpt.convert.read import Stamp
+
+RECEIPT_SUFFIX = ".receipt.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One output file: its name and tensors, and the files they come from with their stamps.
+
+    ``plan`` is the fingerprint of the whole conversion.
+    """
+
+    name: str
+    targets: tuple[Target, ...]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    plan: str = ""
+    allow_nonfinite: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(target.spec.nbytes for target in self.targets)
+
+    def digest(self) -> str:
+        """A hash of all that decides the file's bytes; 32 hexadecimal digits."""
+        digest = sha256(f"{self.plan} {self.name} {self.allow_nonfinite}\n".encode())
+        for target in self.targets:
+            spec = target.spec
+            digest.update(f"{spec.name} {spec.dtype} {spec.shape} {target.stored}\n".encode())
+            digest.update(f"{target.steps}\n".encode())
+            for copies in (target.copies, *target.further):
+                lines = [
+                    f"{c.file} {c.source} {c.source_pitch} {c.target} {c.target_pitch} "
+                    f"{c.rows} {c.width} {c.item} {c.transposed}\n"
+                    for c in copies
+                ]
+                digest.update("".join(lines).encode())
+        for file, stamp in sorted(self.stamps.items()):
+            digest.update(f"{file} {tuple(stamp)}\n".encode())
+        return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Written:
+    """One finished output file."""
+
+    name: str
+    size: int
+    sha256: str
+    overflowed: dict[str, int] = field(default_factory=dict)
+    underflowed: dict[str, int] = field(default_factory=dict)
+    nonfinite: dict[str, int] = field(default_factory=dict)
+
+
+def write_unit(unit: Unit, directory: Path, advance: Callable[[int], None]) -> Written:
+    """Write one safetensors file and then its receipt, or keep the finished one of another run.
+
+    ``advance`` is told the bytes of tensors as they are done. Raises SourceError for what
+    cannot be read, has changed, or holds NaN or infinite values that are not allowed;
+    OutputError for what cannot be written. Then nothing of the file is left.
+    """
+    known = read_receipt(directory, unit)
+    if known is not None:
+        advance(unit.nbytes)
+        return known
+    with disk_faults(directory / unit.name), Files(unit.stamps) as files:
+        content = Content(files, advance, allow_nonfinite=unit.allow_nonfinite)
+        with Stream(LocalFile(directory / unit.name)) as stream:
+            stream.put_bytes(header_bytes([target.spec for target in unit.targets]))
+            for target in unit.targets:
+                content.put(target, stream)
+            files.check_unchanged(list(unit.stamps))
+            size, digest = stream.close()
+        casts = content.casts
+        written = Written(
+            unit.name, size, digest, casts.overflowed, casts.underflowed, content.nonfinite
+        )
+        receipt = {**asdict(written), "unit": unit.digest()}
+        write_json(directory / f"{unit.name}{RECEIPT_SUFFIX}", receipt)
+    return written
+
+
+def read_receipt(directory: Path, unit: Unit) -> Written | None:
+    """What another run left of this file, if it is whole and was written by the same plan."""
+    try:
+        text = (directory / f"{unit.name}{RECEIPT_SUFFIX}").read_text(encoding="utf-8")
+        content, size = json.loads(text), (directory / unit.name).stat().st_size
+        same = content["size"] == size and content["unit"] == unit.digest()
+        kept = {each.name: content[each.name] for each in fields(Written)}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return Written(**kept) if same else None
