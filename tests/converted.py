@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from tiny_megatron import expected_hf
 
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint
+from ckpt.convert import convert_checkpoint, read
 from ckpt.inspection import weight_files
 
 
@@ -31,3 +32,12 @@ def assert_converts(source, model, place, options=None):
     """The checkpoint of a tiny model converts to exactly its tensors."""
     convert_checkpoint(source, place, options or ConvertOptions(family=model.hf_family))
     assert_equal(read_tensors(place), expected_hf(model))
+
+
+def windows(files, copies, nbytes):
+    """The bytes that rectangles fill, in new arrays of the window's size, in order."""
+    ordered = sorted(copies, key=lambda copy: copy.target)
+    for first in range(0, nbytes, read.WINDOW_BYTES):
+        window = np.empty(min(read.WINDOW_BYTES, nbytes - first), np.uint8)
+        read.fill_window(files, ordered, window, first)
+        yield window

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from builders import random
+from converted import windows
 
 from ckpt.arch import ARCHITECTURES, choose_architecture
 from ckpt.arch.table import Architecture, Const
@@ -18,7 +19,7 @@ from ckpt.convert.facts import fact, known_facts
 from ckpt.convert.hf_files import build_config
 from ckpt.convert.maps import CastReport, apply_steps
 from ckpt.convert.plan import build_plan
-from ckpt.convert.read import Files, windows
+from ckpt.convert.read import Files
 from ckpt.errors import FamilyError
 from ckpt.layout import Cut
 from ckpt.metamodel import build_meta_model

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from converted import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -17,7 +18,7 @@ from ckpt.convert import read, write
 from ckpt.convert.checks import run_checks
 from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
 from ckpt.convert.plan import Check, Target
-from ckpt.convert.read import Files, windows
+from ckpt.convert.read import Files
 from ckpt.convert.units import Unit, read_receipt, write_unit
 from ckpt.errors import OutputError, SourceError
 from ckpt.progress import Silent

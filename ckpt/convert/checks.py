@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.convert.read import windows
+from ckpt.convert import read
 from ckpt.errors import SourceError
 from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, contiguous_strides
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ckpt.convert.plan import Check
     from ckpt.convert.read import Files
     from ckpt.progress import Progress
-    from ckpt.tensors import View
 
 # How far ranks' copies may have drifted apart, as a share of the tensor's largest value: eight
 # steps of bfloat16 at 1. Rounding that differs from rank to rank stays below it; another layer's
 # or another iteration's gains, which must not be averaged, do not.
 DRIFT_LIMIT = 1 / 16
+_PAIR_BYTES = 4 * 2**20  # of each copy; drifts are reckoned in float64, four times as much
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Dri
     found: dict[str, float] = {}
     if checks:
         progress.start("comparing stored copies", sum(check.first.nbytes for check in checks))
+    both = _Pairs(files)
     for check in checks:
-        pairs = zip(_elements(files, check.first), _elements(files, check.other), strict=True)
+        pairs = both.of(check)
         if check.may_drift and check.first.dtype in _AS_FLOAT:
             distance = _distance(check, pairs)
             if distance:
                 found[check.name] = max(distance, found.get(check.name, 0.0))
-        elif not all(np.array_equal(a, b) for a, b in pairs):
+        elif not all(_equal(a, b) for a, b in pairs):
             raise SourceError(
                 "two stored copies of this tensor differ",
                 file=check.first.file,
@@ -80,7 +81,7 @@ def _distance(check: Check, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> f
     most = size = 0.0
     for first, other in pairs:
         a, b = (_AS_FLOAT[check.first.dtype](each) for each in (first, other))
-        if np.array_equal(first, other):
+        if _equal(first, other):
             most, size = max(most, 0.0), max(size, float(np.abs(a).max(initial=0.0)))
             continue
         most = max(most, float(np.abs(a - b).max(initial=0.0)))
@@ -110,5 +111,32 @@ _AS_FLOAT = {
 }
 
 
-def _elements(files: Files, view: View) -> Iterator[np.ndarray]:
-    return windows(files, list(rectangles(view, contiguous_strides(view.shape), 0)), view.nbytes)
+class _Pairs:
+    """Windows of two stored copies, side by side, in two buffers that are used again."""
+
+    def __init__(self, files: Files) -> None:
+        """Both are read through ``files``."""
+        self._files = files
+        self._size = min(read.WINDOW_BYTES, _PAIR_BYTES)
+        self._buffers = np.empty((2, self._size), np.uint8)
+
+    def of(self, check: Check) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The bytes of both copies in order; each pair is overwritten by the next."""
+        strides = contiguous_strides(check.first.shape)
+        sides = [
+            sorted(rectangles(view, strides, 0), key=lambda copy: copy.target)
+            for view in (check.first, check.other)
+        ]
+        for at in range(0, check.first.nbytes, self._size):
+            size = min(self._size, check.first.nbytes - at)
+            first, other = self._buffers[:, :size]
+            for copies, window in zip(sides, (first, other), strict=True):
+                read.fill_window(self._files, copies, window, at)
+            yield first, other
+
+
+def _equal(first: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays of bytes are the same, compared eight at a time."""
+    whole = len(first) // 8 * 8
+    wide = (first[:whole].view(np.uint64), other[:whole].view(np.uint64))
+    return np.array_equal(*wide) and np.array_equal(first[whole:], other[whole:])

@@ -161,15 +161,6 @@ def _part(copy: Copy, row: int, rows: int, byte: int, width: int) -> Copy:
     )
 
 
-def windows(files: Files, copies: Sequence[Copy], nbytes: int) -> Iterator[np.ndarray]:
-    """The bytes that rectangles fill, in new arrays of bounded size, in order."""
-    ordered = sorted(copies, key=lambda copy: copy.target)
-    for first in range(0, nbytes, WINDOW_BYTES):
-        window = np.empty(min(WINDOW_BYTES, nbytes - first), np.uint8)
-        fill_window(files, ordered, window, first)
-        yield window
-
-
 def fill_window(files: Files, copies: Sequence[Copy], window: np.ndarray, first: int) -> None:
     """Fill bytes ``first`` and on of a target; ``copies`` are in order of their target."""
     end = first + len(window)
