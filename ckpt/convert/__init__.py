@@ -230,14 +230,9 @@ def units_of(conversion: Conversion, options: ConvertOptions) -> list[Unit]:
     units = []
     for name, specs in conversion.files:
         chosen = tuple(targets[spec.name] for spec in specs)
-        read = {
-            copy.file
-            for target in chosen
-            for copies in (target.copies, *target.further)
-            for copy in copies
-        }
-        own = {file: known[file] for file in sorted(read) if file in known}
-        units.append(Unit(name, chosen, own, conversion.fingerprint, options.allow_nonfinite))
+        unit = Unit(name, chosen, {}, conversion.fingerprint, options.allow_nonfinite)
+        read = sorted({copy.file for copy in unit.copies()})
+        units.append(replace(unit, stamps={file: known[file] for file in read if file in known}))
     return units
 
 

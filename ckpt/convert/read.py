@@ -16,13 +16,14 @@ import numpy as np
 from ckpt.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpt.rectangles import Copy
 
 WINDOW_BYTES = 16 * 2**20
 Stamp = tuple[int, int]
 _OPEN_FILES = 200
+_AHEAD_BYTES = 128 * 2**20  # asked of the kernel ahead of what is read: the disk never waits
 _SPARSE = 4  # read rows one by one when less than 1/4 of the bytes between them is wanted
 _GAP_BYTES = 16 * 2**10  # and when a call costs less than reading what lies between two rows
 
@@ -35,12 +36,18 @@ class Files(AbstractContextManager["Files"]):
         self._open: dict[str, int] = {}
         self._stamps = stamps or {}
         self._scratch = np.empty(0, np.uint8)
+        self._upcoming: Iterator[tuple[str, int, int]] = iter(())
+        self._expected = self._done = 0
 
     def __exit__(self, *_: object) -> None:
         """Close all files."""
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
+
+    def expect(self, copies: Iterable[Copy]) -> None:
+        """Rectangles that will be read, in this order: the kernel reads them ahead."""
+        self._upcoming, self._expected, self._done = _spans(copies), 0, 0
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Room for so many bytes, the same at each call: its old content is lost."""
@@ -54,6 +61,7 @@ class Files(AbstractContextManager["Files"]):
         Raises SourceError for a file that ends early, is not the one that was planned with,
         or cannot be read.
         """
+        self._read_ahead(len(target))
         fd, done, view = self._fd(file), 0, memoryview(target.data).cast("B")
         while done < len(view):
             try:
@@ -80,6 +88,16 @@ class Files(AbstractContextManager["Files"]):
             except OSError as error:
                 raise _unreadable("read", error, file) from error
             self._compare(file, state)
+
+    def _read_ahead(self, count: int) -> None:
+        self._done += count
+        while self._expected < self._done + _AHEAD_BYTES:
+            file, start, length = next(self._upcoming, ("", 0, 0))
+            if not length:
+                return
+            self._expected += length
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd(file), start, length, os.POSIX_FADV_WILLNEED)
 
     def _fd(self, file: str) -> int:
         fd = self._open.pop(file, None)
@@ -122,6 +140,16 @@ def _changed(file: str, expected: str, found: str) -> SourceError:
         found=found,
         hint="Wait until its writer has finished; the same command then starts afresh",
     )
+
+
+def _spans(copies: Iterable[Copy]) -> Iterator[tuple[str, int, int]]:
+    """File, offset and length of what rectangles read, in pieces of a window."""
+    for copy in copies:
+        lines = copy.width // copy.item if copy.transposed else copy.rows
+        line = copy.rows * copy.item if copy.transposed else copy.width
+        span = (lines - 1) * copy.source_pitch + line if copy.nbytes else 0
+        for at in range(0, span, WINDOW_BYTES):
+            yield copy.file, copy.source + at, min(WINDOW_BYTES, span - at)
 
 
 def clip(copy: Copy, first: int, end: int) -> Iterator[Copy]:

@@ -19,11 +19,12 @@ from ckpt.manifest import write_json
 from ckpt.shards import header_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from ckpt.convert.plan import Target
     from ckpt.convert.read import Stamp
+    from ckpt.rectangles import Copy
 
 RECEIPT_SUFFIX = ".receipt.json"
 
@@ -45,6 +46,12 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(target.spec.nbytes for target in self.targets)
+
+    def copies(self) -> Iterator[Copy]:
+        """All rectangles of its tensors, in the order in which they are read."""
+        for target in self.targets:
+            for copies in (target.copies, *target.further):
+                yield from copies
 
     def digest(self) -> str:
         """A hash of all that decides the file's bytes; 32 hexadecimal digits."""
@@ -92,6 +99,7 @@ def write_unit(unit: Unit, directory: Path, advance: Callable[[int], None]) -> W
         content = Content(files, advance, allow_nonfinite=unit.allow_nonfinite)
         with Stream(LocalFile(directory / unit.name)) as stream:
             stream.put_bytes(header_bytes([target.spec for target in unit.targets]))
+            files.expect(unit.copies())
             for target in unit.targets:
                 content.put(target, stream)
             files.check_unchanged(list(unit.stamps))
