@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from ckpt.tensors import View
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A rectangle of bytes from a file to a target tensor.
 
     ``rows`` times ``width`` bytes, rows ``source_pitch`` bytes apart in the file and

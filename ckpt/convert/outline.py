@@ -7,20 +7,20 @@ times the ways in which ranks cut them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt.convert.plan import Builder, match_tensors, writing_order
+from ckpt.convert.match import match_tensors, writing_order
+from ckpt.convert.plan import Builder
+from ckpt.convert.sketch import is_stacked, kind_of
 from ckpt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable
 
-    from ckpt.arch.table import Architecture, Rule
-    from ckpt.convert.plan import Match
+    from ckpt.arch.table import Architecture
+    from ckpt.convert.match import Match
     from ckpt.sources import Checkpoint
-    from ckpt.tensors import Shard
     from ckpt.training import TrainingArgs
 
 
@@ -42,7 +42,9 @@ def outline(
     matches = match_tensors(checkpoint.tensors, architecture, args)
     kinds: dict[Hashable, list[Match]] = {}
     for match in matches:
-        kinds.setdefault(_kind(match, args), []).append(match)
+        # Entries of one stacked tensor add up.
+        kind = match.tensor.name if is_stacked(match.rule) else kind_of(match)
+        kinds.setdefault(kind, []).append(match)
     builder = Builder(args, architecture, vocab_size, None)
     parameters = 0
     for first, *others in sorted(kinds.values(), key=lambda alike: writing_order(alike[0])):
@@ -53,30 +55,6 @@ def outline(
     return Outline(plan.parameters + parameters, plan.padding_rows)
 
 
-def _kind(match: Match, args: TrainingArgs) -> Hashable:
-    """Equal for tensors that differ in nothing but their layer, their expert and their files."""
-    tensor, rule, position, layer, _ = match
-    if _is_stacked(rule):
-        return tensor.name  # entries of one stacked tensor add up
-    copies = tuple([_cuts(copy) for copy in tensor.copies]) if tensor.copies else ()
-    further = max(0, layer - args.layers + 1)  # layers that predict further tokens
-    shape, shards, combine = tensor.shape, _cuts(tensor.shards), id(tensor.combine)
-    return position, further, id(tensor.dtype), combine, shape, shards, copies
-
-
-@lru_cache
-def _is_stacked(rule: Rule) -> bool:
-    return "{expert}" in rule.source and not all("{expert}" in name for name in rule.targets)
-
-
-def _cuts(shards: Sequence[Shard]) -> Hashable:
-    cuts = []
-    for shard in shards:
-        view = shard.view
-        cuts.append((shard.rank, shard.start, view.shape, id(view.dtype)))
-    return tuple(cuts)
-
-
 def _check_names(builder: Builder, matches: Iterable[Match]) -> None:
     """Raise PlanError for two tensors that are written under one name.
 
@@ -84,7 +62,7 @@ def _check_names(builder: Builder, matches: Iterable[Match]) -> None:
     """
     known: set[str] = set()
     for match in matches:
-        if _is_stacked(match.rule):  # the builder had all of these
+        if is_stacked(match.rule):  # the builder had all of these
             continue
         for pattern in match.rule.targets:
             name = builder.target_name(pattern, match.layer, match.expert)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,8 +179,7 @@ def _part(copy: Copy, row: int, rows: int, byte: int, width: int) -> Copy:
         moved = row * copy.item + byte // copy.item * copy.source_pitch
     else:
         moved = row * copy.source_pitch + byte
-    return replace(
-        copy,
+    return copy._replace(
         source=copy.source + moved,
         target=copy.target + row * copy.target_pitch + byte,
         rows=rows,
