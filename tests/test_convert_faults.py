@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -335,7 +334,7 @@ def test_a23_a_disk_that_is_full_at_the_small_files_says_so_too(tmp_path, monkey
         return refuse
 
     monkeypatch.setattr("ckpt.convert.staging.write_json", full(staging.write_json))
-    monkeypatch.setattr("ckpt.convert.shutil.copyfile", full(shutil.copyfile))
+    monkeypatch.setattr(units_module, "LocalFile", full(units_module.LocalFile))
     with pytest.raises(OutputError, match="the disk is full"):
         convert_checkpoint(source, out, options)
     monkeypatch.undo()
@@ -347,8 +346,11 @@ def test_a23_a_disk_that_is_full_at_the_small_files_says_so_too(tmp_path, monkey
         assert (out / file).stat().st_mtime_ns == stamp
 
 
-def test_a_crash_between_two_renames_is_mended_by_the_next_run(tmp_path, monkeypatch):
-    """--overwrite moves the old output aside before the new one takes its name."""
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "renamed"])
+def test_a_crash_while_outputs_change_places_is_mended_by_the_next_run(
+    tmp_path, monkeypatch, at_once
+):
+    """Where the file system can exchange two names, one of the models is always there."""
     source, out = write_legacy(tmp_path / "run", Model(), tp=2), tmp_path / "out"
     convert_checkpoint(source, out, ConvertOptions())
     rename = Path.rename
@@ -359,11 +361,14 @@ def test_a_crash_between_two_renames_is_mended_by_the_next_run(tmp_path, monkeyp
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", killed)
+    if not at_once:
+        monkeypatch.setattr(staging, "_exchange", lambda *_: False)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, out, ConvertOptions(overwrite=True, dtype="bf16"))
     monkeypatch.undo()
-    assert not out.exists()
-    assert read_stage(tmp_path / ".out.ckpt-old", "convert") is not None
+    assert out.exists() == at_once
+    old = stage_path(out) if at_once else tmp_path / ".out.ckpt-old"
+    assert read_stage(old, "convert")["model"]["dtypes"].keys() == {"F32"}
     convert_checkpoint(source, out, ConvertOptions(overwrite=True, dtype="bf16"))
     assert read_stage(out, "convert")["model"]["dtypes"].keys() == {"BF16"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import shutil
 import time
 from dataclasses import replace
 from hashlib import sha256
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import __version__
 from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.completeness import prove
-from ckpt.convert.conversion import Conversion, ConvertReport, describe_outcome
+from ckpt.convert.conversion import Conversion, ConvertReport, Copied, describe_outcome
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan
 from ckpt.convert.reference import (
@@ -116,8 +115,7 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     # Without these keys every class of transformers has numbers of its own.
     unknown = {"bos_token_id": None, "eos_token_id": None}
     config = unknown | (dict(compared.config) if compared else config)
-    copied = tokenizer.files if tokenizer else ()
-    copied += tuple(copied_files(reference, copied)) if reference else ()
+    copied = _copied(checkpoint, tokenizer, reference)
     notes = _notes(checkpoint, args, plan, tokenizer, vocabulary_note)
     identity = source_identity(checkpoint)
     return Conversion(
@@ -200,6 +198,10 @@ def carry_out(
     progress, started = progress or Silent(), time.monotonic()
     staging.check_output(output, overwrite=options.overwrite)
     staging.check_apart(output, conversion.checkpoint.directory)
+    stage = staging.stage_path(output)
+    if finished := staging.finished_section(stage, conversion.fingerprint):
+        staging.publish(stage, output)
+        return ConvertReport(output, finished)
     for note in conversion.notes:
         progress.note(f"note: {note}")
     with Files() as files:
@@ -213,9 +215,9 @@ def carry_out(
     with disk_faults(stage):
         written += _write_beside(conversion, stage)
         staging.check_written(stage, conversion.files)
-        staging.clear_receipts(stage)
+        staging.check_names(stage, [file.name for file in written])
         section = describe_outcome(conversion, options, written, time.monotonic() - started)
-        write_stage(stage, "convert", section)
+        write_stage(stage, "convert", section)  # from here on nothing is left but a rename
     staging.publish(stage, output)
     return ConvertReport(output, section)
 
@@ -251,23 +253,18 @@ def _write_weights(
 def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
     """Tokenizer, index, reference logits, and config.json, without which nothing loads, last."""
     from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
+    from ckpt.convert.units import copy_unchanged  # noqa: PLC0415
 
+    written = [
+        copy_unchanged(copy.file, copy.stamp, stage, copy.name) for copy in conversion.copied
+    ]
     names = []
-    for name, file in conversion.copied:
-        (stage / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, stage / name)
-        names.append(name)
-    recorded = conversion.checkpoint.directory / REFERENCE_NAME
-    if recorded.is_file():
-        (stage / REFERENCE_FILE).parent.mkdir(exist_ok=True)
-        shutil.copyfile(recorded, stage / REFERENCE_FILE)
-        names.append(REFERENCE_FILE)
     if len(conversion.files) > 1:
         staging.write_json(stage / INDEX_NAME, index_content(conversion.files))
         names.append(INDEX_NAME)
     staging.write_json(stage / "config.json", dict(conversion.config))
     names.append("config.json")
-    return [_hashed(stage, name) for name in names]
+    return [*written, *(_hashed(stage, name) for name in names)]
 
 
 def _hashed(directory: Path, name: str) -> Written:
@@ -314,6 +311,17 @@ def _find_tokenizer(options: ConvertOptions, reference: Reference | None) -> Tok
     return read_tokenizer(options.tokenizer) if options.tokenizer else None
 
 
+def _copied(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, reference: Reference | None
+) -> tuple[Copied, ...]:
+    """The files that are copied as they are: a tokenizer's, a reference's, recorded logits."""
+    files = tokenizer.files if tokenizer else ()
+    files += tuple(copied_files(reference, files)) if reference else ()
+    recorded = checkpoint.directory / REFERENCE_NAME
+    files += ((REFERENCE_FILE, recorded),) if recorded.is_file() else ()
+    return tuple(Copied(name, file, _stamp(file)) for name, file in files)
+
+
 def _main_dtype(specs: Sequence[TensorSpec]) -> DType:
     """The type that most bytes have."""
     sizes: dict[DType, int] = {}
@@ -356,14 +364,14 @@ def _fingerprint(
     identity: Mapping[str, Any],
     options: ConvertOptions,
     config: Mapping[str, Any],
-    copied: Sequence[tuple[str, Path]],
+    copied: Sequence[Copied],
 ) -> str:
     return fingerprint(
         __version__,
         identity,
         {key: str(value) for key, value in vars(options).items() if key != "overwrite"},
         config,
-        [(name, *_stamp(file)) for name, file in copied],
+        [(copy.name, *copy.stamp) for copy in copied],
     )
 
 

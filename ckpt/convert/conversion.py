@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.convert.describe import describe_plan
 from ckpt.convert.reference import table_text
@@ -16,11 +16,20 @@ if TYPE_CHECKING:
     from ckpt.completeness import Proof
     from ckpt.config import ConvertOptions
     from ckpt.convert.plan import Plan
+    from ckpt.convert.read import Stamp
     from ckpt.convert.reference import Comparison
     from ckpt.convert.units import Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.training import TrainingArgs
+
+
+class Copied(NamedTuple):
+    """A file that is copied as it is: its name in the output, where it lies, and its stamp."""
+
+    name: str
+    file: Path
+    stamp: Stamp
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Conversion:
     plan: Plan
     files: tuple[tuple[str, tuple[TensorSpec, ...]], ...]
     config: Mapping[str, Any]
-    copied: tuple[tuple[str, Path], ...]
+    copied: tuple[Copied, ...]
     notes: tuple[str, ...]
     identity: Mapping[str, Any]
     fingerprint: str

@@ -125,7 +125,7 @@ def _unreadable(what: str, error: OSError, file: str) -> SourceError:
     return SourceError(
         f"cannot {what}: {error.strerror}",
         file=file,
-        hint="It was there when the plan was made: keep the checkpoint until it is converted"
+        hint="It was there when the plan was made: put it back; the same command then goes on"
         if gone
         else "Nothing is lost: once it can be read, the same command goes on from here",
     )

@@ -6,29 +6,33 @@ config.json is written after the weights, so an interrupted stage loads as nothi
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckpt.convert.units import RECEIPT_SUFFIX
+from ckpt.convert.units import RECEIPT_SUFFIX, file_digest
 from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
-from ckpt.manifest import MANIFEST_NAME, write_json
+from ckpt.manifest import MANIFEST_NAME, read_stage, write_json
 from ckpt.shards import INDEX_NAME, read_header
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from ckpt.shards import TensorSpec
 
 __all__ = [
     "check_apart",
+    "check_names",
     "check_output",
     "check_written",
     "clear_receipts",
+    "finished_section",
     "open_stage",
     "publish",
     "stage_path",
@@ -131,25 +135,93 @@ def clear_receipts(stage: Path) -> None:
     (stage / _STATE_NAME).unlink(missing_ok=True)
 
 
+def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The manifest's section of a stage that only has to be published, read whole to be sure.
+
+    None for any other: the run that wrote it ended before, or it is not what was written.
+    """
+    try:
+        section = read_stage(stage, "convert")
+    except OutputError:
+        return None
+    if section is None or section.get("fingerprint") != fingerprint:
+        return None
+    outputs = {entry["name"]: entry["sha256"] for entry in section["outputs"]}
+    whole = all(file_digest(stage / name) == digest for name, digest in outputs.items())
+    return section if whole else None
+
+
+def check_names(stage: Path, names: Iterable[str]) -> None:
+    """Raise OutputError when anything but these files would be published with the stage."""
+    there = {str(path.relative_to(stage)) for path in stage.rglob("*") if not path.is_dir()}
+    own = {path.name for path in stage.glob(f"*{RECEIPT_SUFFIX}")} | {_STATE_NAME}
+    strange = sorted(there - own - set(names))
+    if strange:
+        raise OutputError(
+            "files that do not belong here",
+            file=stage,
+            found=", ".join(strange),
+            hint="Move them away; the same command then goes on from here",
+        )
+
+
 def publish(stage: Path, output: Path) -> None:
-    """Let the finished directory appear under its name; an older output goes away."""
+    """Let the finished directory appear under its name; an older output goes away.
+
+    Where the file system can, both change places at once: one of them is always there.
+    """
     old = output.with_name(f".{output.name}.ckpt-old")
     try:
-        _flush(stage)
+        clear_receipts(stage)
+        for directory in (stage, *(path for path in stage.rglob("*") if path.is_dir())):
+            _flush(directory)
         if output.exists():
             shutil.rmtree(old, ignore_errors=True)
-            output.rename(old)
-        stage.rename(output)
+            _replace(stage, output, old)
+        else:
+            stage.rename(output)
         _flush(output.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        message = f"cannot put the output in place: {error.strerror}"
-        raise OutputError(message, file=output) from error
+        raise OutputError(
+            f"cannot put the output in place: {error.strerror}",
+            file=output,
+            hint="It is finished: once that is mended, the same command only puts it there",
+        ) from error
+
+
+def _replace(stage: Path, output: Path, old: Path) -> None:
+    if _exchange(stage, output):
+        stage.rename(old)
+    else:
+        output.rename(old)
+        stage.rename(output)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two directories change names in one step; False where that does not exist (rename(2))."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def _flush(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
+    """Make names in a directory durable; some file systems refuse that, or need it not."""
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+    except PermissionError:  # it may be written and not be read
+        return
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}:
+            raise
     finally:
         os.close(fd)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from ckpt.convert.content import Content
 from ckpt.convert.read import Files
 from ckpt.convert.write import LocalFile, Stream, disk_faults
-from ckpt.manifest import write_json
+from ckpt.manifest import fingerprint, write_json
 from ckpt.shards import header_bytes
 
 if TYPE_CHECKING:
@@ -108,18 +109,62 @@ def write_unit(unit: Unit, directory: Path, advance: Callable[[int], None]) -> W
         written = Written(
             unit.name, size, digest, casts.overflowed, casts.underflowed, content.nonfinite
         )
-        receipt = {**asdict(written), "unit": unit.digest()}
-        write_json(directory / f"{unit.name}{RECEIPT_SUFFIX}", receipt)
+        _write_receipt(directory, unit, written)
     return written
 
 
+def copy_unchanged(source: Path, stamp: Stamp, directory: Path, name: str) -> Written:
+    """Copy a file that lies beside the weights, durably; raises as :func:`write_unit` does."""
+    file = str(source)
+    with disk_faults(directory / name):
+        (directory / name).parent.mkdir(exist_ok=True)
+        with Files({file: stamp}) as files, Stream(LocalFile(directory / name)) as stream:
+            done, total = 0, stamp[0]
+            while done < total:
+                room = stream.room(1)
+                count = min(total - done, len(room))
+                files.read_into(file, done, room[:count])
+                stream.put(count)
+                done += count
+            files.check_unchanged([file])
+            size, digest = stream.close()
+    return Written(name, size, digest)
+
+
+def _write_receipt(directory: Path, unit: Unit, written: Written) -> None:
+    time_ns = (directory / unit.name).stat().st_mtime_ns
+    receipt = {**asdict(written), "unit": unit.digest(), "mtime_ns": time_ns}
+    receipt["seal"] = fingerprint(receipt)
+    write_json(directory / f"{unit.name}{RECEIPT_SUFFIX}", receipt)
+
+
 def read_receipt(directory: Path, unit: Unit) -> Written | None:
-    """What another run left of this file, if it is whole and was written by the same plan."""
+    """What another run left of this file, if it is whole and was written by the same plan.
+
+    A file that was touched since is read, and is whole if its SHA-256 is still the same.
+    """
+    file = directory / unit.name
     try:
-        text = (directory / f"{unit.name}{RECEIPT_SUFFIX}").read_text(encoding="utf-8")
-        content, size = json.loads(text), (directory / unit.name).stat().st_size
-        same = content["size"] == size and content["unit"] == unit.digest()
+        content = json.loads(file.with_name(f"{unit.name}{RECEIPT_SUFFIX}").read_bytes())
+        seal = content.pop("seal")
+        state = file.lstat()
+        same = seal == fingerprint(content) and content["unit"] == unit.digest()
+        same = same and S_ISREG(state.st_mode) and content["size"] == state.st_size
+        if same and content["mtime_ns"] != state.st_mtime_ns:
+            same = file_digest(file) == content["sha256"]
         kept = {each.name: content[each.name] for each in fields(Written)}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return Written(**kept) if same else None
+
+
+def file_digest(file: Path) -> str | None:
+    """The SHA-256 of a file, read in bounded memory; None for what cannot be read."""
+    digest, buffer = sha256(), bytearray(2**20)
+    try:
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+    except OSError:
+        return None
+    return digest.hexdigest()

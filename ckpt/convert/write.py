@@ -14,7 +14,7 @@ import hashlib
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 PART_SUFFIX = ".part"
 BUFFERS = 4
 _BLOCK = 4096  # O_DIRECT wants memory, offset and length in multiples of it
+_REASONS = {
+    errno.ENOSPC: ("the disk is full", "Make room"),
+    errno.EDQUOT: ("the quota of disk space is used up", "Make room, or have it raised"),
+    errno.EFBIG: ("larger files are not allowed here", "Raise the limit (ulimit -f)"),
+}
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -72,23 +77,27 @@ class LocalFile:
             os.posix_fadvise(self._fd, at, len(content), os.POSIX_FADV_DONTNEED)
 
     def _give_up_direct(self) -> None:
-        os.close(self._fd)
+        self._close()
         self._fd, self._direct = os.open(self._part, os.O_WRONLY), False
 
     def commit(self, size: int) -> None:
         """Cut what was written beyond ``size``, flush, and give the file its name."""
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
+        self._close()
         self._part.replace(self._file)
 
     def abort(self) -> None:
         """Remove what was written."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._part.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong before is what counts
+            self._close()
+            self._part.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        """Close it once: after an error of close(2) the number may be another file's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open_new(part: Path) -> tuple[int, bool]:
@@ -189,9 +198,8 @@ def disk_faults(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        reason = "the disk is full" if full else str(error.strerror)
-        hint = "Make room" if full else "Once the disk takes it again"
+        number = error.errno or 0
+        reason, hint = _REASONS.get(number, (error.strerror, "Once the disk takes it again"))
         raise OutputError(
             f"cannot write: {reason}", file=file, hint=f"{hint}; the same command goes on from here"
         ) from error
