@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from builders import Model, write_legacy
+from safetensors.torch import load_file
+
+from ckpt.manifest import read_stage
 
 ROOT = Path(__file__).parent.parent / "ckpt"
 VALUES = {"errors", "tensors", "progress", "__init__"}
@@ -72,13 +77,13 @@ def test_imports_follow_the_arrows():
     assert not wrong
 
 
-def test_torch_is_imported_only_where_models_are_run_or_cast():
-    """The plan needs no tensor library; vLLM is a process and never an import."""
+def test_torch_is_imported_only_where_models_are_built_or_run():
+    """Neither a plan nor a cast needs a tensor library; vLLM is a process and never an import."""
     wrong = [
         f"{file} imports {name}"
         for file, owner, name in imports()
         if (name.split(".")[0] in {"torch", "transformers"}
-            and owner not in {"validate", "metamodel"} and str(file) != "convert/maps.py")
+            and owner not in {"validate", "metamodel"})
         or name.split(".")[0] == "vllm"
     ]  # fmt: skip
     assert not wrong
@@ -110,3 +115,23 @@ def test_help_loads_no_tensor_library(arguments):
     )
     assert done.returncode == 0, done.stderr
     assert "Usage: ckpt" in done.stdout
+
+
+def test_a_conversion_with_casts_loads_no_tensor_library(tmp_path):
+    """From its start to its end; the proof that the model is whole has a process of its own."""
+    source, out = write_legacy(tmp_path / "run", Model(dtype=torch.float32)), tmp_path / "out"
+    program = (
+        "import sys\n"
+        "from ckpt.cli import main\n"
+        f"sys.argv = ['ckpt', 'convert', {str(source)!r}, {str(out)!r}, '--dtype', 'bf16']\n"
+        "try:\n    main()\n"
+        "finally:\n    print('loaded', sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded []"
+    assert read_stage(out, "convert")["proof"]["proved"]
+    written = load_file(out / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}

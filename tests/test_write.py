@@ -82,7 +82,11 @@ def test_a27_casts_round_as_torch_does(tmp_path, monkeypatch, start, to, window)
     ).to(start)  # fmt: skip
     report, found = written(tmp_path, target_of(values, tmp_path / "f", [Cast(to)]))
     expected = values.to(getattr(torch, to.torch_name))
-    assert torch.equal(found["w"].view(torch.uint8), expected.view(torch.uint8))
+    # torch's bits of a NaN depend on the length of the tensor; which NaN is test_maps.py's part.
+    assert found["w"].isnan().tolist() == values.isnan().tolist()
+    bits = {torch.float32: torch.int32}.get(expected.dtype, torch.int16)
+    numbers = ~values.isnan()
+    assert torch.equal(found["w"][numbers].view(bits), expected[numbers].view(bits))
     over = int((expected.isinf() & ~values.isinf()).sum())
     under = int(((expected == 0) & (values != 0)).sum())
     assert report.overflowed == ({"w": over} if over else {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.convert import read
-from ckpt.convert.maps import CastReport, apply_steps
+from ckpt.convert.maps import CastReport, Stepper
 from ckpt.convert.nonfinite import NonfiniteCount
 from ckpt.errors import SourceError
 
@@ -40,6 +40,7 @@ class Content:
         """
         layers = [_in_order(copies) for copies in (target.copies, *target.further)]
         found = NonfiniteCount(target.stored)
+        stepper = Stepper(target.stored, target.steps, target.spec.name, self.casts, found)
         item, stored = target.spec.dtype.itemsize, target.stored.itemsize
         limit = max(1, read.WINDOW_BYTES // stored // len(layers))
         done, total = 0, prod(target.spec.shape)
@@ -50,9 +51,10 @@ class Content:
             window = self._room(len(layers), count * stored) if target.steps else out[None]
             for row, copies in zip(window, layers, strict=True):
                 read.fill_window(self._files, copies, row, done * stored)
-            found.add(window)
             if target.steps:
-                self._apply(target, window, out)
+                stepper.apply(window if target.further else window[0], out)
+            else:
+                found.add(window)
             done += count
             stream.put(len(out))
             self._advance(len(out))
@@ -62,12 +64,6 @@ class Content:
         if len(self._stored) < layers * nbytes:
             self._stored = np.empty(max(layers * nbytes, read.WINDOW_BYTES), np.uint8)
         return self._stored[: layers * nbytes].reshape(layers, nbytes)
-
-    def _apply(self, target: Target, window: np.ndarray, out: np.ndarray) -> None:
-        stored = window if target.further else window[0]
-        name, steps = target.spec.name, target.steps
-        content = apply_steps(stored, target.stored, steps, name=name, report=self.casts)
-        out[:] = content.reshape(-1)
 
     def _judge(self, target: Target, found: NonfiniteCount) -> None:
         if found.count and not self._allow:

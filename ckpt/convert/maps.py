@@ -9,15 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ckpt.convert.rounding import (
+    INFINITY,
+    PIECE,
+    Scratch,
+    bits_kind,
+    convert,
+    count_of,
+    doubled_range,
+)
 from ckpt.tensors import Combine, DType
 
 if TYPE_CHECKING:
-    import numpy as np
+    from ckpt.convert.nonfinite import NonfiniteCount
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Round to another floating type; ties to even, as torch does."""
+    """Round to float32, bfloat16 or float16; ties to even, as torch does."""
 
     to: DType
 
@@ -34,9 +45,9 @@ class AddOne:
 
 @dataclass(frozen=True)
 class Combined:
-    """The mean or the sum of ``count`` ranks' copies, rounded once to their own type.
+    """The mean or the sum of ``count`` ranks' copies, rounded to their own type at the end.
 
-    Reckoned in float64, in which the mean of equal copies is exactly that copy.
+    Reckoned in float64 in the order of the ranks; the mean of equal copies is exactly that copy.
     """
 
     how: Combine
@@ -53,6 +64,12 @@ class CastReport:
     overflowed: dict[str, int] = field(default_factory=dict)
     underflowed: dict[str, int] = field(default_factory=dict)
 
+    def count(self, name: str, *, overflowed: int = 0, underflowed: int = 0) -> None:
+        """Add to a tensor's counts; a tensor without losses does not appear."""
+        for counts, amount in ((self.overflowed, overflowed), (self.underflowed, underflowed)):
+            if amount:
+                counts[name] = counts.get(name, 0) + amount
+
 
 def result_dtype(dtype: DType, steps: tuple[Step, ...]) -> DType:
     """The element type after the steps."""
@@ -64,34 +81,120 @@ def result_dtype(dtype: DType, steps: tuple[Step, ...]) -> DType:
 
 
 def apply_steps(
-    buffer: np.ndarray, dtype: DType, steps: tuple[Step, ...], *, name: str, report: CastReport
+    buffer: np.ndarray,
+    dtype: DType,
+    steps: tuple[Step, ...],
+    *,
+    name: str,
+    report: CastReport,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """The bytes of ``buffer`` (elements of ``dtype``) after the steps, as another buffer.
 
-    Under ``Combined`` the buffer has one row for each rank's copy.
+    Under ``Combined`` the buffer has one row for each rank's copy. ``out`` is filled and
+    returned where it is given: bytes of the right number, at any address.
     """
-    import torch  # noqa: PLC0415 - a conversion of plain copies never loads it
-
-    values = torch.from_numpy(buffer).view(getattr(torch, dtype.torch_name))
-    for step in steps:
-        if isinstance(step, AddOne):
-            values = values.float() + step.amount
-            continue
-        if isinstance(step, Combined):
-            total = values.double().sum(0)
-            share = step.count if step.how is Combine.MEAN else 1
-            values = (total / share).to(values.dtype)
-            _count(report.overflowed, name, int((torch.isinf(values) & ~torch.isinf(total)).sum()))
-            continue
-        cast = values.to(getattr(torch, step.to.torch_name))
-        lost = torch.isinf(cast) & ~torch.isinf(values)
-        _count(report.overflowed, name, int(lost.sum()))
-        _count(report.underflowed, name, int(((cast == 0) & (values != 0)).sum()))
-        values = cast
-    result: np.ndarray = values.contiguous().view(torch.uint8).numpy()
-    return result
+    return Stepper(dtype, steps, name, report).apply(buffer, out)
 
 
-def _count(counts: dict[str, int], name: str, amount: int) -> None:
-    if amount:
-        counts[name] = counts.get(name, 0) + amount
+@dataclass
+class Stepper:
+    """The steps of one tensor, window by window.
+
+    Losses of the casts go to ``report`` under the tensor's ``name``. Infinite and NaN values
+    among the stored bytes are counted in ``found`` on the way: a piece whose result is finite
+    was finite before, and only another one is looked at twice.
+    """
+
+    dtype: DType
+    steps: tuple[Step, ...]
+    name: str
+    report: CastReport
+    found: NonfiniteCount | None = None
+    _scratch: Scratch = field(default_factory=Scratch, init=False, repr=False)
+
+    def apply(self, buffer: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """The next bytes after the steps, as :func:`apply_steps` gives them."""
+        stored, size = self.dtype.itemsize, result_dtype(self.dtype, self.steps).itemsize
+        count = buffer.shape[-1] // stored
+        out = np.empty(count * size, np.uint8) if out is None else out
+        with np.errstate(all="ignore"):  # what overflows is counted
+            for first in range(0, count, PIECE):
+                end = min(first + PIECE, count)
+                piece = buffer[..., first * stored : end * stored]
+                self._apply_piece(piece, out[first * size : end * size])
+        return out
+
+    def _apply_piece(self, piece: np.ndarray, out: np.ndarray) -> None:
+        rows = [_elements(row, self.dtype) for row in piece.reshape(-1, piece.shape[-1])]
+        values, dtype, greatest = rows[0], self.dtype, None
+        for number, step in enumerate(self.steps):
+            to = result_dtype(dtype, (step,))
+            held = self._room(out, number, to, values.size)
+            if isinstance(step, Combined):
+                greatest = self._combine(rows, step, held)
+            elif isinstance(step, AddOne):
+                greatest = self._add(values, dtype, step.amount, held)
+            else:
+                greatest = self._cast(values, dtype, to, held)
+            values, dtype = held, to
+        if not np.may_share_memory(values, out):
+            np.copyto(out, values.view(np.uint8))
+        if self.found is None:
+            return
+        if greatest is not None and greatest < 2 * INFINITY[dtype]:
+            self.found.skip(piece.shape[-1])
+        else:
+            self.found.add(piece)
+
+    def _room(self, out: np.ndarray, number: int, dtype: DType, size: int) -> np.ndarray:
+        """Where a step's result goes: the last one's to its place, if NumPy can work there."""
+        if number == len(self.steps) - 1:
+            place = out.view(bits_kind(dtype))
+            if place.flags.aligned:
+                return place
+        return self._scratch.of(f"step {number}", bits_kind(dtype), size)
+
+    def _cast(self, values: np.ndarray, dtype: DType, to: DType, held: np.ndarray) -> int:
+        scratch, over, under = self._scratch, 0, 0
+        least, greatest = convert(values, dtype, to, held, scratch)
+        if greatest >= 2 * INFINITY[to]:
+            over = count_of(held, INFINITY[to], scratch) - _infinite(values, dtype, scratch)
+        if least == 0:
+            under = count_of(held, 0, scratch) - count_of(values, 0, scratch)
+        self.report.count(self.name, overflowed=over, underflowed=under)
+        return greatest
+
+    def _add(self, values: np.ndarray, dtype: DType, amount: int, held: np.ndarray) -> int:
+        convert(values, dtype, DType.F32, held, self._scratch)
+        np.add(held.view("f4"), amount, out=held.view("f4"))
+        return doubled_range(held, self._scratch)[1]
+
+    def _combine(self, rows: list[np.ndarray], step: Combined, held: np.ndarray) -> int:
+        scratch, size, dtype = self._scratch, held.size, self.dtype
+        total, share = scratch.of("total", "f8", size), scratch.of("share", "f8", size)
+        total[:] = 0
+        for row in rows:
+            if dtype is DType.F64:
+                np.add(total, row.view("f8"), out=total)
+                continue
+            single = scratch.of("copy", "u4", size)
+            convert(row, dtype, DType.F32, single, scratch)
+            np.add(total, single.view("f4"), out=total)
+        np.divide(total, step.count if step.how is Combine.MEAN else 1, out=share)
+        _, greatest = convert(share.view("u8"), DType.F64, dtype, held, scratch)
+        if greatest >= 2 * INFINITY[dtype]:
+            lost = count_of(held, INFINITY[dtype], scratch)
+            lost -= _infinite(total.view("u8"), DType.F64, scratch)
+            self.report.count(self.name, overflowed=lost)
+        return greatest
+
+
+def _elements(content: np.ndarray, dtype: DType) -> np.ndarray:
+    """Bytes as elements, copied where they lie at an address that NumPy would work around."""
+    elements = content.view(bits_kind(dtype))
+    return elements if elements.flags.aligned else elements.copy()
+
+
+def _infinite(values: np.ndarray, dtype: DType, scratch: Scratch) -> int:
+    return 0 if dtype is DType.F8_E4M3 else count_of(values, INFINITY[dtype], scratch)

@@ -7,25 +7,21 @@ memory speed and without a copy.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from ckpt.tensors import DType
+from ckpt.convert.rounding import INFINITY
+
+if TYPE_CHECKING:
+    from ckpt.tensors import DType
 
 _PIECE = 2**17  # elements; the second maximum finds them in the processor's cache
-# The smallest positive bit pattern that is no number; E4M3FN has no infinity.
-_FIRST = {
-    DType.F64: 0x7FF0000000000000,
-    DType.F32: 0x7F800000,
-    DType.BF16: 0x7F80,
-    DType.F16: 0x7C00,
-    DType.F8_E4M3: 0x7F,
-    DType.F8_E5M2: 0x7C,
-}
 
 
 def find_nonfinite(window: np.ndarray, dtype: DType) -> np.ndarray:
     """Places of NaN and infinite elements in the bytes of ``window``, counted in elements."""
-    first = _FIRST.get(dtype)
+    first = INFINITY.get(dtype)  # the least magnitude that is no number
     if first is None or not window.size:
         return np.empty(0, np.int64)
     size = dtype.itemsize
@@ -58,4 +54,8 @@ class NonfiniteCount:
             row, byte = divmod(int(places[0]) * self._dtype.itemsize, width)
             self.first = (row, self._done + byte)
         self.count += len(places)
+        self._done += width
+
+    def skip(self, width: int) -> None:
+        """Go on over bytes that are known to hold numbers."""
         self._done += width
