@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -143,7 +145,7 @@ def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  
     from ckpt.model_check import check_model  # noqa: PLC0415
 
     if check:
-        checked = check_model(path)
+        checked = check_model(path, cache=_cache_root())
         _emit(checked, as_json=as_json)
         return 0 if checked.passed else EXIT_FAILED
     _emit(inspect_directory(path, iteration=iteration), as_json=as_json)
@@ -210,7 +212,7 @@ def convert(
     from ckpt.config import ConvertOptions, parse_options  # noqa: PLC0415 - keeps --help instant
     from ckpt.convert import convert_checkpoint, plan_with_proof  # noqa: PLC0415
 
-    options = parse_options(ConvertOptions, values)
+    options = parse_options(ConvertOptions, {**values, "cache": _cache_root()})
     if only_plan:
         _emit(plan_with_proof(source, options, iteration=iteration), as_json=as_json)
         return
@@ -353,6 +355,8 @@ def run(pipeline: Path, *, force: bool, stay: bool, as_json: bool, quiet: bool) 
     from ckpt.pipeline import run_pipeline  # noqa: PLC0415
 
     options = load_pipeline(pipeline)
+    if options.convert.cache is None:
+        options = replace(options, convert=replace(options.convert, cache=_cache_root()))
     _raise_on_sigterm()
     report = run_pipeline(
         options,
@@ -421,6 +425,16 @@ def _engines_root() -> Path:
     """Where managed environments lie: the user's data directory."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "ckpt" / "engines"
+
+
+def _cache_root() -> Path | None:
+    """Where models that transformers built are kept; None for CKPT_CACHE=off and without a home."""
+    if os.environ.get("CKPT_CACHE", "").lower() == "off":
+        return None
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # this user has no home directory
+        return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "ckpt"
+    return None
 
 
 def _raise_on_sigterm() -> None:

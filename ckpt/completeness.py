@@ -70,7 +70,10 @@ def _first(names: tuple[str, ...] | list[str]) -> str:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared before the first byte, or in ``lacks`` why nothing could be."""
+    """What was compared before the first byte, or in ``lacks`` why nothing could be.
+
+    ``built`` is ``memo`` where an earlier run of the same libraries had built the model.
+    """
 
     model_class: str
     transformers: str
@@ -78,6 +81,7 @@ class Proof:
     parameters: int = 0
     further_tensors: int = field(default=0)
     lacks: str = ""
+    built: str = "now"
 
     def as_dict(self) -> dict[str, Any]:
         """The field ``proof`` of the manifest."""
@@ -91,6 +95,7 @@ class Proof:
             "tensors": self.tensors,
             "parameters": self.parameters,
             "tensors_by_the_table": self.further_tensors,
+            "built": self.built,
         }
 
     def as_text(self) -> str:
@@ -134,6 +139,7 @@ def prove(
         tensors=len(found),
         parameters=count_elements(found),
         further_tensors=len(further),
+        built=model.built,
     )
 
 

@@ -56,7 +56,11 @@ class SourceOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class ConvertOptions:
-    """How the Hugging Face directory is written."""
+    """How the Hugging Face directory is written.
+
+    ``cache`` is a directory for models that transformers built; without it each run builds its
+    own.
+    """
 
     dtype: DTypeChoice = "keep"
     max_shard_size: Size = 5 * 10**9
@@ -68,6 +72,12 @@ class ConvertOptions:
     overrides: tuple[str, ...] = ()
     allow_nonfinite: bool = False
     overwrite: bool = False
+    cache: Path | None = None
+
+    def of_content(self) -> dict[str, str]:
+        """Those that decide what is written, as text; not those that only say how."""
+        how = {"overwrite", "cache"}
+        return {name: str(value) for name, value in vars(self).items() if name not in how}
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -2,7 +2,7 @@
 
 Loading torch and transformers takes seconds and hundreds of megabytes. So a process of its own
 does it, beside whatever its parent reads meanwhile; a process that has them loaded already
-builds the model itself.
+builds the model itself. What was built is kept (``ckpt.model_memo``) and not built again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import subprocess
 import sys
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import ModelError
+from ckpt.model_memo import ModelMemo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,8 @@ class MetaModel:
     ``stored`` are the tensors as transformers would save them, ``loaded`` the same as they
     are named in memory, where experts may be fused. ``tied`` are names in memory that share
     another tensor and are not saved. ``ignored`` are patterns of names that its class passes
-    over when it loads, and ``prefix`` is that of the model without its head.
+    over when it loads, and ``prefix`` is that of the model without its head. ``built`` says
+    whether it was built now or by an earlier run of the same libraries.
     """
 
     model_class: str
@@ -48,24 +50,35 @@ class MetaModel:
     ignored: tuple[str, ...] = ()
     prefix: str = ""
     lacks: str = ""
+    built: Literal["now", "memo"] = "now"
 
 
 class ModelBuilder(AbstractContextManager["ModelBuilder"]):
-    """Loads transformers in the background from its making on, and builds one model."""
+    """Builds one model, with transformers loaded in the background from its making on.
 
-    def __init__(self) -> None:
-        """Start loading, unless this process has transformers at hand."""
+    Where models of these libraries are kept under ``cache`` it loads nothing until it is asked
+    for one that is not.
+    """
+
+    def __init__(self, cache: Path | None = None) -> None:
+        """Start loading, unless this process has transformers at hand or a memo may answer."""
         self._child: subprocess.Popen[str] | None = None
-        if _LOADED not in sys.modules:
-            root = str(Path(__file__).resolve().parent.parent)
-            self._child = subprocess.Popen(  # noqa: S603 - this Python and a constant program
-                [sys.executable, "-c", _PROGRAM, root],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-            )
+        self._memo = ModelMemo(cache) if cache else None
+        if self._memo is None or not self._memo.knows_libraries():
+            self._start()
+
+    def _start(self) -> None:
+        if self._child is not None or _LOADED in sys.modules:
+            return
+        root = str(Path(__file__).resolve().parent.parent)
+        self._child = subprocess.Popen(  # noqa: S603 - this Python and a constant program
+            [sys.executable, "-c", _PROGRAM, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
 
     def __exit__(self, *_: object) -> None:
         """End the process if it was not asked, or is still at work."""
@@ -84,6 +97,18 @@ class ModelBuilder(AbstractContextManager["ModelBuilder"]):
 
         Raises ModelError when transformers cannot build a model from it.
         """
+        if self._memo is None:
+            return self._build(config)
+        known = self._memo.load(config)
+        if known is not None:
+            return replace(_from_json(known), built="memo")
+        model = self._build(config)
+        if not model.lacks:
+            self._memo.save(config, asdict(model))
+        return model
+
+    def _build(self, config: Mapping[str, Any]) -> MetaModel:
+        self._start()
         if self._child is None:
             return build_meta_model(config)
         try:
@@ -103,6 +128,10 @@ def _parse_answer(out: str, errors: str, code: int, config: Mapping[str, Any]) -
         return MetaModel(_class_name(config), "", lacks=f"transformers cannot be loaded: {last}")
     if "error" in content:
         raise ModelError(content["error"])
+    return _from_json(content)
+
+
+def _from_json(content: dict[str, Any]) -> MetaModel:
     for key in ("stored", "loaded"):
         content[key] = {name: tuple(shape) for name, shape in content[key].items()}
     for key in ("tied", "ignored"):

@@ -80,13 +80,14 @@ class _Found:
         self.wrong.setdefault(kind, []).append(item)
 
 
-def check_model(path: Path) -> ModelCheck:
+def check_model(path: Path, *, cache: Path | None = None) -> ModelCheck:
     """Compare headers, index and config.json of the model in ``path``.
 
+    ``cache`` is a directory for models that transformers built.
     Raises ModelError where there is no config.json, nothing in safetensors, or a config.json
     from which transformers cannot build its model.
     """
-    with ModelBuilder() as builder:
+    with ModelBuilder(cache) as builder:
         config = _read_config(path / "config.json")
         found = _read_files(path)
         meta = builder.build(config)

@@ -42,6 +42,15 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory):
+    """No test finds what an earlier run kept, or leaves anything in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("CKPT_CACHE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def transformers_loaded():
     """Conversions in this process prove themselves here, and start no process for it."""
     import transformers

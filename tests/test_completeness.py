@@ -98,6 +98,7 @@ def test_the_manifest_and_the_plan_say_what_was_proved(tmp_path, source):
         "tensors": len(SHAPES),
         "parameters": sum(value.numel() for value in hf_tensors(MODEL).values()),
         "tensors_by_the_table": 0,
+        "built": "now",
     }
     planned = plan_with_proof(source, ConvertOptions())
     assert planned.as_dict()["proof"] == proof

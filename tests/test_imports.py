@@ -35,7 +35,8 @@ ALLOWED = {
     "arch": VALUES | {"layout", "training"},
     "engines": COMMON,
     # Names and shapes by transformers, in a process of its own; it knows no table and no stage.
-    "metamodel": {"errors"},
+    "metamodel": {"errors", "model_memo"},
+    "model_memo": set(),
     # Used by convert before the first byte and by inspection: stages do not import each other.
     "completeness": {"errors", "metamodel", "arch", "tensors", "shards"},
     "convert": COMMON

@@ -155,7 +155,7 @@ def convert_checkpoint(
     from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
 
     staging.check_output(output, overwrite=options.overwrite)
-    with ModelBuilder() as builder:
+    with ModelBuilder(options.cache) as builder:
         conversion = plan_conversion(source, options, iteration=iteration)
         return carry_out(conversion, output, options, progress=progress, builder=builder)
 
@@ -175,7 +175,7 @@ def plan_with_proof(
     source: Path, options: ConvertOptions, *, iteration: IterationChoice = "latest"
 ) -> Conversion:
     """What :func:`convert_checkpoint` would do, proved and not done; raises as it does."""
-    with ModelBuilder() as builder:
+    with ModelBuilder(options.cache) as builder:
         return prove_conversion(plan_conversion(source, options, iteration=iteration), builder)
 
 
@@ -193,7 +193,7 @@ def carry_out(
     from ckpt.convert.write import disk_faults  # noqa: PLC0415
 
     if builder is None:
-        with ModelBuilder() as own:
+        with ModelBuilder(options.cache) as own:
             return carry_out(conversion, output, options, progress=progress, builder=own)
     progress, started = progress or Silent(), time.monotonic()
     staging.check_output(output, overwrite=options.overwrite)
@@ -369,7 +369,7 @@ def _fingerprint(
     return fingerprint(
         __version__,
         identity,
-        {key: str(value) for key, value in vars(options).items() if key != "overwrite"},
+        options.of_content(),
         config,
         [(copy.name, *copy.stamp) for copy in copied],
     )

@@ -140,7 +140,11 @@ def describe_outcome(
         "fingerprint": conversion.fingerprint,
         "source": conversion.identity,
         "training": checkpoint.parallelism.as_dict(),
-        "options": {key: str(value) for key, value in vars(options).items() if value is not None},
+        "options": {
+            key: str(value)
+            for key, value in vars(options).items()
+            if value is not None and key != "cache"
+        },
         "model": {
             "family": conversion.architecture.name,
             "class": conversion.architecture.model_class,
