@@ -13,14 +13,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ckpt.errors import OptionsError
 
 T = TypeVar("T")
-_STRICT = ConfigDict(extra="forbid")
+_STRICT = ConfigDict(extra="forbid", defer_build=True)  # a command needs one class of them
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -148,6 +147,8 @@ def load_pipeline(file: Path) -> PipelineOptions:
     Raises OptionsError when the file is absent, is not YAML, or holds a key or a value
     that is not allowed; every such fault is listed.
     """
+    import yaml  # noqa: PLC0415 - only where there is such a file
+
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

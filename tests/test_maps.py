@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.convert import maps
-from ckpt.convert.maps import AddOne, Cast, CastReport, Combined, Stepper, apply_steps
+from ckpt.convert.maps import CastReport, Stepper, apply_steps
 from ckpt.convert.nonfinite import NonfiniteCount
 from ckpt.convert.rounding import INFINITY
+from ckpt.convert.steps import AddOne, Cast, Combined
 from ckpt.tensors import Combine, DType
 
 TARGETS = [DType.F32, DType.BF16, DType.F16]

@@ -11,8 +11,8 @@ from builders import Model, megatron_tensors, rank_part, training_args
 
 from ckpt.arch import ARCHITECTURES
 from ckpt.convert.describe import describe_plan
-from ckpt.convert.maps import Cast
 from ckpt.convert.plan import build_plan
+from ckpt.convert.steps import Cast
 from ckpt.errors import PlanError
 from ckpt.shards import assign, file_names
 from ckpt.sources import Checkpoint, Parallelism

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 
 from ckpt.convert import read, write
 from ckpt.convert.checks import run_checks
-from ckpt.convert.maps import AddOne, Cast, CastReport, apply_steps, result_dtype
+from ckpt.convert.maps import CastReport, apply_steps
 from ckpt.convert.plan import Check, Target
 from ckpt.convert.read import Files
+from ckpt.convert.steps import AddOne, Cast, result_dtype
 from ckpt.convert.units import Unit, read_receipt, write_unit
 from ckpt.errors import OutputError, SourceError
 from ckpt.progress import Silent

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ckpt.convert.maps import Cast, Combined
+from ckpt.convert.steps import Cast, Combined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt.convert.maps import Step
     from ckpt.convert.plan import Plan
+    from ckpt.convert.steps import Step
     from ckpt.rectangles import Copy
     from ckpt.shards import TensorSpec
 

@@ -1,8 +1,4 @@
-"""The few steps that are not copies, each on one bounded buffer.
-
-A step works on a flat buffer of elements. ``Cast`` and ``AddOne`` have no exact inverse:
-rounding loses bits. ``Combined`` has none at all: what each rank held is lost.
-"""
+"""The few steps that are not copies (``ckpt.convert.steps``) at work, each on a bounded buffer."""
 
 from __future__ import annotations
 
@@ -20,41 +16,12 @@ from ckpt.convert.rounding import (
     count_of,
     doubled_range,
 )
+from ckpt.convert.steps import AddOne, Combined, result_dtype
 from ckpt.tensors import Combine, DType
 
 if TYPE_CHECKING:
     from ckpt.convert.nonfinite import NonfiniteCount
-
-
-@dataclass(frozen=True)
-class Cast:
-    """Round to float32, bfloat16 or float16; ties to even, as torch does."""
-
-    to: DType
-
-
-@dataclass(frozen=True)
-class AddOne:
-    """Add 1 (or -1) to gains that are stored as distance from 1; the sum is in float32.
-
-    The result is float32 for 16-bit input too: 1 + w needs more bits than w has.
-    """
-
-    amount: int = 1
-
-
-@dataclass(frozen=True)
-class Combined:
-    """The mean or the sum of ``count`` ranks' copies, rounded to their own type at the end.
-
-    Reckoned in float64 in the order of the ranks; the mean of equal copies is exactly that copy.
-    """
-
-    how: Combine
-    count: int
-
-
-Step = Cast | AddOne | Combined
+    from ckpt.convert.steps import Step
 
 
 @dataclass
@@ -69,15 +36,6 @@ class CastReport:
         for counts, amount in ((self.overflowed, overflowed), (self.underflowed, underflowed)):
             if amount:
                 counts[name] = counts.get(name, 0) + amount
-
-
-def result_dtype(dtype: DType, steps: tuple[Step, ...]) -> DType:
-    """The element type after the steps."""
-    for step in steps:
-        if isinstance(step, Combined):
-            continue
-        dtype = step.to if isinstance(step, Cast) else DType.F32
-    return dtype
 
 
 def apply_steps(

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt.convert.maps import Combined, Step, result_dtype
 from ckpt.convert.match import dropped_names, match_tensors, writing_order
 from ckpt.convert.sketch import Sketcher, kind_of, moved, moved_view, places_of
+from ckpt.convert.steps import Combined, Step, result_dtype
 from ckpt.errors import CkptError, PlanError
 from ckpt.shards import TensorSpec
 from ckpt.tensors import Combine

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.convert.maps import AddOne, Cast, Combined, Step, result_dtype
+from ckpt.convert.steps import AddOne, Cast, Combined, Step, result_dtype
 from ckpt.errors import CkptError, PlanError
 from ckpt.layout import Cut, CutTarget, Sizes, Whole, copies_for, cut, place
 from ckpt.rectangles import Copy

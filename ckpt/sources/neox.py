@@ -12,8 +12,6 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ckpt.errors import SourceError
 from ckpt.parts import Held, stack_rows
 from ckpt.sources.checkpoint import count_in
@@ -148,6 +146,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _load(file: Path) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - only where there is such a file
+
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
