@@ -3,6 +3,7 @@
 CkptError
 ├── OptionsError         an option, a pipeline file or a combination of both is wrong
 ├── SourceError          a checkpoint cannot be read as what it claims to be
+│   ├── StoreError           an object store refused, or did not answer
 │   └── UnsafePickleError    a pickle asks for code that no checkpoint needs
 ├── FamilyError          no architecture fits the checkpoint, or the chosen one does not
 ├── PlanError            tensors are missing, unknown, overlapping or of the wrong shape
@@ -81,6 +82,10 @@ class OptionsError(CkptError):
 
 class SourceError(CkptError):
     """A checkpoint cannot be read as what it claims to be."""
+
+
+class StoreError(SourceError):
+    """An object store refused, or did not answer."""
 
 
 class UnsafePickleError(SourceError):

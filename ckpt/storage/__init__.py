@@ -1,0 +1,132 @@
+"""Where files lie: a path of this machine, or a place in an object store.
+
+A text with ``://`` names a store, through fsspec (``s3://bucket/run``); any other one is a path,
+which no code of a store ever touches. No local path's text holds ``://``, since pathlib folds
+the slashes, so that plain text can name either.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from ckpt.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckpt.storage.paths import ObjectPath
+
+MARK = "://"
+_LOCAL = ("file://", "local://")
+
+
+class Scanned(NamedTuple):
+    """An entry of a directory: its name, whether it is a directory, and its bytes."""
+
+    name: str
+    is_directory: bool
+    size: int
+
+
+def to_location(value: object) -> Path:
+    """The path that a command line or a file names; in a store, an object that acts as one.
+
+    What acts as a path has the part of pathlib's interface that is used here and nothing that
+    takes a file descriptor. Raises OptionsError for an unknown store, for one whose library is
+    not installed, and for a URL that holds credentials.
+    """
+    text = str(value)
+    for prefix in _LOCAL:
+        text = text.removeprefix(prefix)
+    if MARK not in text:
+        return value if isinstance(value, Path) else Path(text)
+    from ckpt.storage.paths import open_location  # noqa: PLC0415 - only where a store is named
+
+    # Typed as what it stands in for: every module would else name both kinds.
+    return cast("Path", open_location(text))
+
+
+def is_remote(location: object) -> bool:
+    """Whether a location, or a text that names one, is in an object store."""
+    return not isinstance(location, Path) and MARK in str(location)
+
+
+def as_object(location: Path) -> ObjectPath:
+    """The same location under its true type; only where :func:`is_remote` says so."""
+    return cast("ObjectPath", location)
+
+
+def require_local(location: Path | None, reader: str) -> None:
+    """Raise OptionsError where ``reader``, which needs files of this machine, is given a store."""
+    if location is None or not is_remote(location):
+        return
+    name = location.name or "model"
+    copy = "gcloud storage rsync -r" if str(location).startswith("gs:") else "aws s3 sync"
+    raise OptionsError(
+        f"{reader} reads files of this machine only, not an object store",
+        file=location,
+        hint=f"Copy it first: {copy} {location} {name}",
+    )
+
+
+def beside(known: Path, text: str) -> Path:
+    """The location called ``text``, on the same machine or in the same store as ``known``."""
+    if not is_remote(known):
+        return Path(text)
+    return cast("Path", as_object(known).named(text))
+
+
+def refresh(location: Path) -> None:
+    """Forget what was seen of a store earlier; paths of this machine are always looked at anew."""
+    if is_remote(location):
+        as_object(location).store.forget()
+
+
+def list_whole(directory: Path) -> None:
+    """List everything below a directory of a store at once, since it will all be asked for."""
+    if is_remote(directory):
+        as_object(directory).list_whole()
+
+
+def read_ahead(files: list[Path]) -> None:
+    """Fetch small files of a store side by side; reading them then costs no further request."""
+    if files and is_remote(files[0]):
+        as_object(files[0]).store.fetch_small([as_object(file).key for file in files])
+
+
+def scan(directory: Path) -> Iterator[Scanned]:
+    """The entries of a directory with their sizes, in no order."""
+    if is_remote(directory):
+        for entry in as_object(directory).entries():
+            yield Scanned(entry.name, entry.is_directory, entry.size)
+        return
+    with os.scandir(directory) as entries:
+        for found in entries:
+            is_directory = found.is_dir()
+            yield Scanned(found.name, is_directory, 0 if is_directory else found.stat().st_size)
+
+
+def stamp(file: Path) -> tuple[int, int | str]:
+    """What tells one state of a file from another: its size, and when or as what it was written.
+
+    In a store that is the object's entity tag with its time.
+    """
+    if is_remote(file):
+        entry = as_object(file).entry()
+        if entry is None or entry.is_directory:
+            raise FileNotFoundError(2, "no such object", str(file))
+        return entry.size, entry.state
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file from anywhere to this machine."""
+    if not is_remote(source):
+        shutil.copyfile(source, target)
+        return
+    with source.open("rb") as incoming, target.open("wb") as outgoing:
+        shutil.copyfileobj(incoming, outgoing, 2**20)
