@@ -63,14 +63,30 @@ def _emit(result: Any, *, as_json: bool) -> None:  # noqa: ANN401 - any report o
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 quiet_option = click.option("--quiet", is_flag=True, help="Print no progress.")
-a_path = click.Path(path_type=Path)
 
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
     _IntType = click.ParamType[int]
+    _PathType = click.ParamType[Path]
 else:  # generic only since click 8.4
-    _AnyType = _IntType = click.ParamType
+    _AnyType = _IntType = _PathType = click.ParamType
+
+
+class _Location(_PathType):
+    """A path, or a URL of an object store."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # noqa: ANN401 - click's signature
+        """The location; OptionsError where its store cannot be reached from here."""
+        from ckpt.storage import to_location  # noqa: PLC0415 - keeps --help instant
+
+        del param, ctx
+        return to_location(value)
+
+
+a_path = _Location()
 
 
 class _Iteration(_AnyType):

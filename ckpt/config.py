@@ -13,10 +13,18 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from ckpt.errors import OptionsError
+from ckpt.storage import is_remote, to_location
 
 T = TypeVar("T")
 _STRICT = ConfigDict(extra="forbid", defer_build=True)  # a command needs one class of them
@@ -41,15 +49,23 @@ def parse_size(text: object) -> int:
     return size
 
 
+def parse_location(value: object) -> Path:
+    """A path, or a place in a store for a text with ``://``; ValueError for what is neither."""
+    if not isinstance(value, str | Path) and not is_remote(value):
+        raise ValueError("not a path")
+    return to_location(value)
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Location = Annotated[Path, PlainValidator(parse_location)]
 DTypeChoice = Literal["keep", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class SourceOptions:
-    """Which checkpoint: a directory, and ``latest``, ``release`` or an iteration number."""
+    """Which checkpoint, and ``latest``, ``release`` or an iteration number."""
 
-    path: Path
+    path: Location
     iteration: Literal["latest", "release"] | Annotated[int, Field(ge=0)] = "latest"
 
 
@@ -63,8 +79,8 @@ class ConvertOptions:
 
     dtype: DTypeChoice = "keep"
     max_shard_size: Size = 5 * 10**9
-    tokenizer: Path | None = None
-    reference: Path | None = None
+    tokenizer: Location | None = None
+    reference: Location | None = None
     family: str | None = None
     vocab_size: Annotated[int, Field(ge=1)] | None = None
     mtp: Literal["keep", "drop"] = "keep"
@@ -134,7 +150,7 @@ class PipelineOptions:
     """A whole ``pipeline.yaml``."""
 
     source: SourceOptions
-    output: Path
+    output: Location
     convert: ConvertOptions = dataclasses.field(default_factory=ConvertOptions)
     validate: ValidateOptions = dataclasses.field(default_factory=ValidateOptions)
     quantize: QuantizeOptions = dataclasses.field(default_factory=QuantizeOptions)

@@ -110,3 +110,33 @@ def vllm_python(pytestconfig):
     if python is None:
         pytest.fail("no vLLM here: give --vllm-python, or run ckpt engine install vllm")
     return python
+
+
+@pytest.fixture(scope="session")
+def store_address(tmp_path_factory):
+    """A real S3 server; tests that were chosen by their marker fail without its package."""
+    from object_store import moto_server
+
+    with moto_server(tmp_path_factory.mktemp("moto") / "log") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def store_bucket(store_address):
+    """One bucket on it; the environment points there for the rest of the session."""
+    from object_store import KEYS, Bucket
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": store_address}.items():
+            patch.setenv(name, value)
+        import s3fs
+
+        files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+        files.call_s3("create_bucket", Bucket="weights")
+        yield Bucket(files, "weights", store_address)
+
+
+@pytest.fixture
+def bucket(store_bucket):
+    """The bucket; each test writes below a name of its own."""
+    return store_bucket

@@ -28,6 +28,7 @@ from ckpt.progress import Progress, Silent
 from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_content
 from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
+from ckpt.storage import stamp
 from ckpt.tensors import DType
 from ckpt.training import (
     TrainingArgs,
@@ -319,7 +320,7 @@ def _copied(
     files += tuple(copied_files(reference, files)) if reference else ()
     recorded = checkpoint.directory / REFERENCE_NAME
     files += ((REFERENCE_FILE, recorded),) if recorded.is_file() else ()
-    return tuple(Copied(name, file, _stamp(file)) for name, file in files)
+    return tuple(Copied(name, file, stamp(file)) for name, file in files)
 
 
 def _main_dtype(specs: Sequence[TensorSpec]) -> DType:
@@ -382,14 +383,9 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
         "iteration": checkpoint.iteration,
         "format": checkpoint.format,
         "files": {
-            str(path.relative_to(checkpoint.directory)): _stamp(path) for path in checkpoint.files
+            str(path.relative_to(checkpoint.directory)): stamp(path) for path in checkpoint.files
         },
         "metadata_sha256": {
             path.name: sha256(path.read_bytes()).hexdigest() for path in checkpoint.metadata_files
         },
     }
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns

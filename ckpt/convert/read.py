@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt.convert.objects import Objects
 from ckpt.errors import SourceError
+from ckpt.storage import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpt.rectangles import Copy
+    from ckpt.storage import Stamp
 
 WINDOW_BYTES = 16 * 2**20
-Stamp = tuple[int, int]
 _OPEN_FILES = 200
 _AHEAD_BYTES = 128 * 2**20  # asked of the kernel ahead of what is read: the disk never waits
 _SPARSE = 4  # read rows one by one when less than 1/4 of the bytes between them is wanted
@@ -34,6 +36,7 @@ class Files(AbstractContextManager["Files"]):
         """No file is open yet; ``stamps`` are sizes and times of files that must not change."""
         self._open: dict[str, int] = {}
         self._stamps = stamps or {}
+        self._objects = Objects()
         self._scratch = np.empty(0, np.uint8)
         self._upcoming: Iterator[tuple[str, int, int]] = iter(())
         self._expected = self._done = 0
@@ -60,6 +63,9 @@ class Files(AbstractContextManager["Files"]):
         Raises SourceError for a file that ends early, is not the one that was planned with,
         or cannot be read.
         """
+        if MARK in file:
+            self._read_object(file, offset, memoryview(target.data).cast("B"))
+            return
         self._read_ahead(len(target))
         fd, done, view = self._fd(file), 0, memoryview(target.data).cast("B")
         while done < len(view):
@@ -76,17 +82,30 @@ class Files(AbstractContextManager["Files"]):
 
         A file that was deleted while it is open here is as it was.
         """
-        for file in names:
-            fd = self._open.get(file)
-            if file not in self._stamps:
+        held = [file for file in names if file in self._stamps]
+        objects = [file for file in held if MARK in file]
+        for file, found in self._objects.stamps_now(objects) if objects else ():
+            if found is None:
+                raise _gone(file)
+            self._compare(file, found)
+        for file in held:
+            if MARK in file:
                 continue
+            fd = self._open.get(file)
             try:
                 state = Path(file).stat() if fd is None else os.fstat(fd)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise _unreadable("read", error, file) from error
-            self._compare(file, state)
+            self._compare(file, (state.st_size, state.st_mtime_ns))
+
+    def _read_object(self, file: str, offset: int, view: memoryview) -> None:
+        try:
+            self._compare(file, self._objects.stamp(file))
+            self._objects.read_into(file, offset, view)
+        except FileNotFoundError as error:
+            raise _gone(file) from error
 
     def _read_ahead(self, count: int) -> None:
         self._done += count
@@ -108,16 +127,25 @@ class Files(AbstractContextManager["Files"]):
             except OSError as error:
                 raise _unreadable("open", error, file) from error
             self._open[file] = fd
-            self._compare(file, os.fstat(fd))
+            state = os.fstat(fd)
+            self._compare(file, (state.st_size, state.st_mtime_ns))
         self._open[file] = fd
         return fd
 
-    def _compare(self, file: str, state: os.stat_result) -> None:
+    def _compare(self, file: str, found: Stamp) -> None:
         planned = self._stamps.get(file)
-        found = state.st_size, state.st_mtime_ns
         if planned is not None and tuple(planned) != found:
-            words = [f"{size} bytes, modified at {time} ns" for size, time in (planned, found)]
+            what = "modified at {} ns" if isinstance(found[1], int) else "state {}"
+            words = [f"{size} bytes, {what.format(state)}" for size, state in (planned, found)]
             raise _changed(file, *words)
+
+
+def _gone(file: str) -> SourceError:
+    return SourceError(
+        "the object is gone",
+        file=file,
+        hint="It was there when the plan was made: keep the checkpoint until it is converted",
+    )
 
 
 def _unreadable(what: str, error: OSError, file: str) -> SourceError:

@@ -18,6 +18,7 @@ from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
 from ckpt.manifest import MANIFEST_NAME, read_stage, write_json
 from ckpt.shards import INDEX_NAME, read_header
+from ckpt.storage import lies_in
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 def check_apart(output: Path, source: Path) -> None:
     """Raise OutputError when the output would grow inside the checkpoint."""
-    if output.resolve().is_relative_to(source.resolve()):
+    if lies_in(output, source):
         raise OutputError(
             "the output lies inside the checkpoint", file=output, hint="Choose another place"
         )

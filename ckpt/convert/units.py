@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt.convert.plan import Target
-    from ckpt.convert.read import Stamp
     from ckpt.rectangles import Copy
+    from ckpt.storage import Stamp
 
 RECEIPT_SUFFIX = ".receipt.json"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ckpt.errors import SourceError
 from ckpt.sources import deepspeed, legacy, torch_dcp, torch_dist, universal, zarr, zero
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
+from ckpt.storage import list_whole, refresh
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,5 +51,14 @@ def open_source(
     Raises SourceError when there is none, when it is incomplete or damaged, and
     UnsafePickleError when one of its pickles asks for code.
     """
-    located = locate(path, iteration)
-    return FORMATS[located.format].read(located, spans=spans)
+    refresh(path)
+    try:
+        located = locate(path, iteration)
+        list_whole(located.directory)
+        return FORMATS[located.format].read(located, spans=spans)
+    except OSError as error:  # a directory that cannot be listed, an object that went away
+        raise SourceError(
+            f"cannot read: {error.strerror}",
+            file=error.filename or path,
+            hint="Give yourself the right to read it, or wait until its writer has finished",
+        ) from error

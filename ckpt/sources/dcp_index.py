@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import SourceError
 from ckpt.sources.dcp_places import checked_places
-from ckpt.sources.torch_archive import OpenFile, read_archive, read_item
+from ckpt.sources.opened import open_file
+from ckpt.sources.torch_archive import read_archive, read_item
 from ckpt.sources.unpickle import Reader, TensorRef
 from ckpt.tensors import DType, Shard, SourceTensor, View
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from ckpt.sources.opened import OpenFile
+
 INDEX = ".metadata"
+_BEGIN_BYTES, _END_BYTES = 2048, 1024  # of an archive of one tensor, beside its elements
 
 
 class Chunk(NamedTuple):
@@ -134,7 +138,8 @@ class Index:
                 by_file.setdefault(chunk.file, []).append((item, chunk))
         views: dict[tuple[str, tuple[int, ...]], View] = {}
         for name, stored in by_file.items():
-            with closing(OpenFile(self.directory / name)) as opened:
+            with closing(open_file(self.directory / name)) as opened:
+                opened.expect([place for _, chunk in stored for place in _ends(chunk)])
                 for item, chunk in sorted(stored, key=lambda pair: pair[1].offset):
                     views[item.name, chunk.start] = _view(opened, item, chunk, self._reader)
         for item in items:
@@ -149,6 +154,15 @@ class Index:
         for name, end in ends.items():
             _check_file(self.directory / name, end)
         return tuple(self.directory / name for name in sorted(ends))
+
+
+def _ends(chunk: Chunk) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where a chunk's archive says what it holds: before the elements and behind them."""
+    tail = min(chunk.length, _END_BYTES)
+    return (chunk.offset, min(chunk.length, _BEGIN_BYTES)), (
+        chunk.offset + chunk.length - tail,
+        tail,
+    )
 
 
 def _view(opened: OpenFile, item: Item, chunk: Chunk, reader: Reader) -> View:

@@ -16,12 +16,15 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
+from ckpt.sources.opened import open_file
 from ckpt.sources.unpickle import Reader, StorageRef, TensorRef
 from ckpt.tensors import DType, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from ckpt.sources.opened import OpenFile
 
     Member = tuple[int, int]  # a record: where its bytes begin in the file, and how many they are
 
@@ -93,43 +96,6 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
-class OpenFile:
-    """A file to read archives from: few and small reads, each at a place of its own.
-
-    Close it at the end. What was read last is kept, since an archive's parts lie together.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open ``path``; raises SourceError if there is none."""
-        self.path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise SourceError("no such file", file=path) from error
-        except OSError as error:
-            raise SourceError(f"cannot read: {error.strerror}", file=path) from error
-        self.size = os.fstat(self._descriptor).st_size
-        self._start, self._kept = 0, b""
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer at the file's end."""
-        at = offset - self._start
-        if at < 0 or at + length > len(self._kept):
-            if length > _WINDOW_BYTES:
-                return os.pread(self._descriptor, length, offset)
-            self._kept = os.pread(self._descriptor, _WINDOW_BYTES, offset)
-            self._start, at = offset, 0
-        return self._kept[at : at + length]
-
-    def stream(self) -> io.BufferedReader:
-        """The whole file as a stream of its own."""
-        return self.path.open("rb")
-
-
 def read_archive(
     file: Path,
     reader: Reader,
@@ -143,7 +109,7 @@ def read_archive(
     Without ``spans`` its storages' bytes are taken to begin at their headers. Raises
     SourceError for a file that is no torch archive, is cut short or compressed.
     """
-    with closing(OpenFile(file)) as opened:
+    with closing(open_file(file)) as opened:
         return read_item(opened, reader, offset=offset, length=length, spans=spans)
 
 
@@ -196,10 +162,12 @@ def _load(
     root = reader.load(content, file=str(file))
     start = f"{prefix}data/"
     skipped = len(start)
+    stored = {name[skipped:]: at for name, at in members.items() if name.startswith(start)}
+    if spans:
+        opened.expect([(at, _LOCAL_HEADER.size) for at, size in stored.values() if size])
     storages = {
-        name[skipped:]: _behind_header(opened, member) if spans and member[1] else member
-        for name, member in members.items()
-        if name.startswith(start)
+        key: _behind_header(opened, member) if spans and member[1] else member
+        for key, member in stored.items()
     }
     return TorchArchive(file, storages, root)
 

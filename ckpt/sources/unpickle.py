@@ -17,6 +17,7 @@ import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckpt.errors import SourceError, UnsafePickleError
@@ -126,6 +127,7 @@ _BUILTINS: dict[str, Any] = {
 
 
 _FRAME_BYTES = 2 * 64 * 1024  # a frame ends once it holds 64 KiB
+_FIRST_BYTES, _LARGEST_BYTES = 2**18, 2**28  # of a pickle in a store, whose end is looked for
 
 
 class Stub:
@@ -263,12 +265,10 @@ class Reader:
         """The next object of a file of several pickles; the stream then stands behind it."""
         start = stream.tell()
         try:
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                end = pickle_end(content, start)
-                pickled = content[start:end]
+            pickled = _next_pickle(stream, start)
         except ValueError as error:
             raise SourceError(f"damaged pickle: {error}", file=file) from error
-        stream.seek(end)
+        stream.seek(start + len(pickled))
         return self.load(pickled, file=file)
 
     def stub(self, module: str, name: str, base: type = Stub) -> type:
@@ -284,6 +284,29 @@ class Reader:
         """Names of the classes outside torch, numpy and the standard library that were met."""
         known = ("torch.", "numpy.", "argparse.", "signal.", "io.", "_io.", "types.", "enum.")
         return tuple(sorted(name for name in self.stubs if not name.startswith(known)))
+
+
+def _next_pickle(stream: BinaryIO, start: int) -> bytes:
+    """The pickle at ``start``, without the storages of a file behind it; ValueError if damaged."""
+    try:
+        number = stream.fileno()
+    except UnsupportedOperation:  # an object in a store: as much of it as it takes
+        return _grown_pickle(stream, start)
+    with mmap.mmap(number, 0, access=mmap.ACCESS_READ) as content:
+        return content[start : pickle_end(content, start)]
+
+
+def _grown_pickle(stream: BinaryIO, start: int) -> bytes:
+    size = _FIRST_BYTES
+    while True:
+        stream.seek(start)
+        content = stream.read(size)
+        try:
+            return content[: pickle_end(content)]
+        except ValueError:
+            if len(content) < size or size > _LARGEST_BYTES:
+                raise
+        size *= 4
 
 
 class _Unpickler(pickle.Unpickler):

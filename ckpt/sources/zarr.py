@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import SourceError
@@ -23,10 +21,12 @@ from ckpt.sources.checkpoint import Checkpoint, parallelism_of
 from ckpt.sources.common_state import COMMON_FILE, read_common_file, stored_args
 from ckpt.sources.global_tensors import model_tensors
 from ckpt.sources.unpickle import Reader
+from ckpt.storage import beside, read_ahead, scan
 from ckpt.tensors import DType, Shard, SourceTensor, View, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ckpt.sources.locate import Located
 
@@ -82,6 +82,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     found = read_common_file(common, reader) if common.is_file() else None
     args = stored_args(found, directory)
     keys, skipped = _list_keys(directory)
+    read_ahead([key / HEADER for key in keys])
     stored = [_tensor(key) for key in keys]
     tensors = model_tensors(stored)
     views = (shard.view for tensor in stored for shard in tensor.shards)
@@ -95,7 +96,7 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
         tensors=tensors,
         shapes={tensor.name: tensor.shape for tensor in tensors},
         skipped=names.count_skipped(skipped),
-        files=tuple(sorted(Path(view.file) for view in views)),
+        files=tuple(sorted(beside(directory, view.file) for view in views)),
         metadata_files=(
             *((common,) if found else ()),
             *args.files,
@@ -243,11 +244,10 @@ def _check_chunks(path: Path, header: _Header) -> None:
 
 def _files(path: Path, separator: str, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Names and sizes of an array's files, hidden ones left out."""
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if separator == "/" and entry.is_dir():
-                yield from _files(path / entry.name, separator, f"{prefix}{entry.name}/")
-            else:
-                yield f"{prefix}{entry.name}", entry.stat().st_size
+    for entry in scan(path):
+        if entry.name.startswith("."):
+            continue
+        if separator == "/" and entry.is_directory:
+            yield from _files(path / entry.name, separator, f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry.size

@@ -8,7 +8,6 @@ the slashes, so that plain text can name either.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt.storage.paths import ObjectPath
 
 MARK = "://"
+Stamp = tuple[int, int | str]  # of a file: its bytes, and its time or state
 _LOCAL = ("file://", "local://")
 
 
@@ -109,24 +109,19 @@ def scan(directory: Path) -> Iterator[Scanned]:
             yield Scanned(found.name, is_directory, 0 if is_directory else found.stat().st_size)
 
 
-def stamp(file: Path) -> tuple[int, int | str]:
+def stamp(file: Path) -> Stamp:
     """What tells one state of a file from another: its size, and when or as what it was written.
 
     In a store that is the object's entity tag with its time.
     """
     if is_remote(file):
-        entry = as_object(file).entry()
-        if entry is None or entry.is_directory:
-            raise FileNotFoundError(2, "no such object", str(file))
-        return entry.size, entry.state
+        return as_object(file).stamp()
     state = file.stat()
     return state.st_size, state.st_mtime_ns
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file from anywhere to this machine."""
-    if not is_remote(source):
-        shutil.copyfile(source, target)
-        return
-    with source.open("rb") as incoming, target.open("wb") as outgoing:
-        shutil.copyfileobj(incoming, outgoing, 2**20)
+def lies_in(location: Path, directory: Path) -> bool:
+    """Whether a location is a directory, or lies below it."""
+    if is_remote(location) or is_remote(directory):
+        return f"{location}/".startswith(f"{directory}/")
+    return location.resolve().is_relative_to(directory.resolve())

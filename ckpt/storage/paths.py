@@ -153,6 +153,11 @@ class ObjectPath:
         found = self._present()
         return ObjectStat(stat.S_IFDIR if found.is_directory else stat.S_IFREG, found.size)
 
+    def stamp(self) -> tuple[int, str]:
+        """Size and state, which changes whenever the object is written; FileNotFoundError."""
+        found = self._present()
+        return found.size, found.state
+
     def _present(self) -> Entry:
         found = self.entry()
         if found is None:

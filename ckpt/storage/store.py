@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from errno import ENOENT
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, OptionsError
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 # The part of pip's extra for each protocol.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 # Where the libraries put an object's entity tag and its time.
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "md5", "ino")
+_TAGS = ("ETag", "etag", "generation", "md5Hash", "md5")
 _TIMES = ("LastModified", "updated", "mtime", "created")
 # Ranges that lie closer than this are one request: it costs what this many bytes do.
 _GAP_BYTES = 64 * 1024
-_PART_BYTES = 8 * 2**20
+_PART_BYTES = 4 * 2**20
 _SMALL_BYTES = 2**20
 
 
@@ -124,6 +125,13 @@ class Store:
             self._alone[key] = found
         return self._alone[key]
 
+    def stamp(self, key: str) -> tuple[int, str]:
+        """Size and state of an object; FileNotFoundError if there is none."""
+        entry = self.entry(key, alone=True)
+        if entry is None or entry.is_directory:
+            raise FileNotFoundError(ENOENT, "no such object", self.url(key))
+        return entry.size, entry.state
+
     def listing(self, key: str) -> Mapping[str, Entry]:
         """What is in a directory, by name; FileNotFoundError if there is nothing."""
         if key not in self._listings:
@@ -159,14 +167,25 @@ class Store:
             return whole[start:end]
         if start >= end:
             return b""
-        bounds = [*range(start, end, _PART_BYTES), end]
-        pairs = zip(bounds, bounds[1:], strict=False)
-        return b"".join(self._fetch([Range(key, low, high) for low, high in pairs]))
+        return b"".join(self._fetch(_parts(key, start, end)))
 
-    def read_many(self, ranges: Iterable[Range]) -> dict[Range, bytes]:
-        """Ranges side by side, those that are close to each other as one; by what was fetched."""
-        merged = list(merge(ranges))
-        return dict(zip(merged, self._fetch(merged), strict=True))
+    def read_into(self, key: str, start: int, view: memoryview) -> int:
+        """Fill ``view`` with the bytes from ``start`` on, in parts side by side; how many came."""
+        at = 0
+        for content in self._fetch(_parts(key, start, start + len(view))):
+            view[at : at + len(content)] = content
+            at += len(content)
+        return at
+
+    def read_ranges(self, key: str, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, bytes]]:
+        """Ranges of an object side by side, in order, each with its start.
+
+        Those that are close to each other come as one.
+        """
+        merged = list(merge(Range(key, start, end) for start, end in pairs))
+        return [
+            (part.start, content) for part, content in zip(merged, self._fetch(merged), strict=True)
+        ]
 
     def fetch_small(self, keys: Sequence[str]) -> None:
         """Keep the content of small objects for their later reading."""
@@ -226,6 +245,11 @@ class Store:
             raise explain(error, self.url(key), doing) from error
 
 
+def _parts(key: str, start: int, end: int) -> list[Range]:
+    bounds = [*range(start, end, _PART_BYTES), end]
+    return [Range(key, low, high) for low, high in pairwise(bounds)]
+
+
 def merge(ranges: Iterable[Range]) -> Iterator[Range]:
     """Ranges in order, those with a small gap or none between them put together.
 
@@ -260,4 +284,5 @@ def _entry(info: Mapping[str, Any]) -> Entry:
 
 
 def _time(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
+    """Whole seconds: a listing may tell more than an object's own answer does."""
+    return value.isoformat(timespec="seconds") if isinstance(value, datetime) else str(value)
