@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test lint format docs bench bench-full-scale install install-megatron
-.PHONY: test-slow test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
+.PHONY: test-slow test-store test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
 	@echo "make demo    convert, check and serve the example checkpoint"
@@ -30,16 +30,19 @@ help:
 	@echo "make docs    write docs/cli.md and docs/support.md"
 	@echo "make bench   time the conversion beside cp and a naive conversion"
 	@echo "make bench-full-scale   time inspect and --plan on checkpoints of 1 to 11 TB, all holes"
-	@echo "also:        test-slow test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
+	@echo "also:        test-slow test-store test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 
 demo: $(VENV)/.app
 	$(CKPT) run pipeline.yaml
 
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not megatron and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not megatron and not gpu and not store"
 
 test-slow: $(VENV)/.test
 	$(PY) -m pytest -n 2 --dist load -m "slow and not vllm and not megatron and not gpu"
+
+test-store: $(VENV)/.store
+	$(PY) -m pytest -m "store and not gpu"
 
 test-megatron: $(VENV)/.megatron
 	$(PY) -m pytest -n 2 --dist loadfile -m "megatron and not slow and not vllm and not gpu"
@@ -101,6 +104,10 @@ $(VENV)/.app: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.app
 	$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.store: $(VENV)/.test
+	$(PIP) install --group store
 	@touch $@
 
 # The last transformers 4, beside the newer one and without what it would change.

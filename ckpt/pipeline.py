@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.convert import carry_out, plan_conversion
 from ckpt.manifest import read_stage
 from ckpt.progress import Progress, Silent
+from ckpt.storage import require_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +62,7 @@ def run_pipeline(
     the server runs until it is interrupted. Raises whatever the stages raise.
     """
     progress = progress or Silent()
+    _check_places(options)
     report = PipelineReport(str(options.output))
     with _timed(report, "convert"):
         report.stages["convert"] = _convert(options, progress, force=force)
@@ -72,6 +74,15 @@ def run_pipeline(
         with _timed(report, "serve"):
             report.stages["serve"] = _serve(options, progress, engines_root, stay=stay)
     return report
+
+
+def _check_places(options: PipelineOptions) -> None:
+    """Raise OptionsError for a stage that needs local files and would be given a store."""
+    if options.validate.enabled:
+        require_local(options.source.path, "validate")
+        require_local(options.output, "validate")
+    if options.serve.enabled:
+        require_local(options.output, "serve")
 
 
 def _convert(options: PipelineOptions, progress: Progress, *, force: bool) -> dict[str, Any]:

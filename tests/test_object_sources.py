@@ -122,8 +122,8 @@ def traffic(monkeypatch):
         return found
 
     def noted(self, key, doing):
-        if doing == "cannot list it":
-            seen["lists"].append(key)
+        if "list" in doing:
+            seen["lists"].append((key, doing))
         return faults(self, key, doing)
 
     monkeypatch.setattr(Store, "_fetch", counted)
@@ -236,6 +236,36 @@ def run_ckpt(*args, **environment):
         [sys.executable, "-m", "ckpt", *args], check=False, capture_output=True, text=True,
         env=values, timeout=120,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["validate", "serve"])
+def test_commands_that_need_local_files_say_how_to_copy(bucket, command):
+    """In one line, before anything is started."""
+    url = f"{bucket.url}/models/one"
+    given = [url, url] if command == "validate" else [url]
+    result = CliRunner().invoke(ckpt, [command, *given])
+    assert result.exit_code == EXIT_FAILED
+    assert result.stderr == (
+        f"error: {url}: {command} reads files of this machine only, not an object store. "
+        f"Copy it first: aws s3 sync {url} one\n"
+    )
+
+
+def test_a_pipeline_with_a_stage_that_needs_local_files_stops_before_it_converts(tmp_path, bucket):
+    """Its convert stage alone takes URLs."""
+    source = bucket.put_directory(legacy(tmp_path / "run"), "pipelines/run")
+    file = tmp_path / "pipeline.yaml"
+    text = f"source: {{path: {source}}}\noutput: out\nserve: {{enabled: false}}\n"
+    file.write_text(text)
+    result = CliRunner().invoke(ckpt, ["run", str(file), "--quiet"])
+    assert result.exit_code == EXIT_FAILED
+    assert f"{source}: validate reads files of this machine only" in result.stderr
+    assert not (tmp_path / "out").exists()
+    file.write_text(text + "validate: {enabled: false}\n")
+    for state in ("done", "current"):
+        result = CliRunner().invoke(ckpt, ["run", str(file), "--quiet", "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["stages"]["convert"]["state"] == state
 
 
 def test_a_bucket_that_does_not_exist_is_said_to_be_missing(bucket):

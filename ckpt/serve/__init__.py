@@ -25,6 +25,7 @@ from ckpt.serve.preflight import Model, check_model, free_port
 from ckpt.serve.process import GRACE_READY_SECONDS, ServerProcess
 from ckpt.serve.running import RunningServer, wait_until_ready
 from ckpt.serve.tensor_parallel import choose, legal_sizes
+from ckpt.storage import require_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ def running_server(
     when the server does not start, does not answer, or answers wrongly.
     """
     progress = progress or Silent()
+    require_local(directory, "serve")
     model = check_model(directory, options)
     engine = _find_engine(options, engines_root)
     port = free_port(options.host, options.port)

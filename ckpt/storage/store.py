@@ -146,7 +146,9 @@ class Store:
 
     def list_whole(self, key: str) -> None:
         """List a directory and all below it with as few requests as the store has pages."""
-        with self.faults(key, "cannot list it"):
+        if not any(entry.is_directory for entry in self.listing(key).values()):
+            return
+        with self.faults(key, "cannot list all of it"):
             found = self.files.find(self.name(key), detail=True)
         listings: dict[str, dict[str, Entry]] = {key: {}}
         for name, info in found.items():
