@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 60
 def free_port() -> int:
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def moto_server(log: Path):
         server.wait()
 
 
-def _wait(server: subprocess.Popen, address: str, log: Path) -> None:
+def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
     end = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -65,7 +65,7 @@ def _wait(server: subprocess.Popen, address: str, log: Path) -> None:
 class Bucket:
     """One bucket, by the library's own client and not by the code under test."""
 
-    files: object
+    files: Any
     name: str
     address: str
 
@@ -95,7 +95,8 @@ class Bucket:
         }
 
     def keys(self, start: str = "") -> list[str]:
-        found, token = [], {}
+        found: list[str] = []
+        token: dict[str, Any] = {}
         while True:
             page = self.client("list_objects_v2", Prefix=start, **token)
             found += [item["Key"] for item in page.get("Contents", [])]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ckpt.completeness import Proof
     from ckpt.config import ConvertOptions
     from ckpt.convert.plan import Plan
-    from ckpt.convert.read import Stamp
     from ckpt.convert.reference import Comparison
     from ckpt.convert.units import Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
+    from ckpt.storage import Stamp
     from ckpt.training import TrainingArgs
 
 
