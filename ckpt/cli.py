@@ -53,7 +53,7 @@ class _Group(click.Group):
 def _report(error: CkptError, *, as_json: bool) -> None:
     click.echo(f"error: {error}", err=True)
     if as_json:
-        click.echo(json.dumps(error.facts()))
+        click.echo(json.dumps({"event": "error", **error.facts()}))
 
 
 def _emit(result: Any, *, as_json: bool) -> None:  # noqa: ANN401 - any report of ours
@@ -100,6 +100,20 @@ class _Iteration(_AnyType):
             return value
         if not str(value).isdigit():
             self.fail(f"{value!r} is neither 'latest', 'release' nor a number", param, ctx)
+        return int(value)
+
+
+class _Workers(_AnyType):
+    """``auto`` or a number."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # noqa: ANN401 - click's signature
+        """The word or the number; a usage error for anything else."""
+        if value == "auto" or isinstance(value, int):
+            return value
+        if not str(value).isdecimal() or int(value) < 1:
+            self.fail(f"{value!r} is neither 'auto' nor a number of processes", param, ctx)
         return int(value)
 
 
@@ -213,28 +227,71 @@ def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  
     "--allow-nonfinite", is_flag=True, help="Convert weights that are NaN or infinite as they are."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output of ckpt.")
+@click.option(
+    "--workers",
+    type=_Workers(),
+    default="auto",
+    show_default=True,
+    help="Processes that write, each a file at a time; 'auto' goes by CPUs and size.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["processes", "ray"]),
+    default="processes",
+    show_default=True,
+    help="Who writes: processes of this machine, or the nodes of a Ray cluster.",
+)
+@click.option(
+    "--num-shards",
+    type=int,
+    help="Of how many parts this process writes one; 1 means all. By default what Slurm "
+    "(job array, srun) or torchrun says.",
+)
+@click.option(
+    "--shard-index",
+    type=int,
+    help="Which part, from 0; by default what Slurm, torchrun or a Kubernetes Indexed Job says.",
+)
+@click.option(
+    "--finalize", is_flag=True, help="Check that all parts are written, and put OUTPUT in place."
+)
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be done, and stop.")
 @json_option
 @quiet_option
 def convert(
     source: Path, output: Path, *, iteration: Any, only_plan: bool, as_json: bool, quiet: bool,  # noqa: ANN401
-    **values: Any,  # noqa: ANN401 - fields of ConvertOptions
+    **values: Any,  # noqa: ANN401 - fields of ConvertOptions, and the share
 ) -> None:  # fmt: skip
     """Convert the training checkpoint SOURCE to a Hugging Face directory OUTPUT.
 
     OUTPUT appears complete or not at all. A run that was interrupted goes on where it was
     when the same command is given again.
+
+    On many machines, each process writes one part: which one is told by --shard-index and
+    --num-shards, or by the job array, srun or torchrun that started it. Then the command is
+    given once more, with --finalize.
+
+    With --json, a line is printed for each file of weights as it is finished, and the report
+    or the error is the last line.
     """
     from ckpt.config import ConvertOptions, parse_options  # noqa: PLC0415 - keeps --help instant
     from ckpt.convert import convert_checkpoint, plan_with_proof  # noqa: PLC0415
+    from ckpt.convert.share import choose_share  # noqa: PLC0415
 
+    chosen = {name: values.pop(name) for name in ("shard_index", "num_shards", "finalize")}
     options = parse_options(ConvertOptions, {**values, "cache": _cache_root()})
     if only_plan:
         _emit(plan_with_proof(source, options, iteration=iteration), as_json=as_json)
         return
-    progress = Terminal(quiet=quiet)
-    report = convert_checkpoint(source, output, options, iteration=iteration, progress=progress)
-    _emit(report, as_json=as_json)
+    share = choose_share(os.environ, **chosen)
+    progress = Terminal(quiet=quiet, as_json=as_json)
+    report = convert_checkpoint(
+        source, output, options, iteration=iteration, progress=progress, share=share
+    )
+    if as_json:
+        progress.event(report.event, report.as_dict())
+    else:
+        _emit(report, as_json=False)
 
 
 @main.command()

@@ -88,10 +88,12 @@ class ConvertOptions:
     allow_nonfinite: bool = False
     overwrite: bool = False
     cache: Path | None = None
+    workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    executor: Literal["processes", "ray"] = "processes"
 
     def of_content(self) -> dict[str, str]:
         """Those that decide what is written, as text; not those that only say how."""
-        how = {"overwrite", "cache"}
+        how = {"overwrite", "cache", "workers", "executor"}
         return {name: str(value) for name, value in vars(self).items() if name not in how}
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "ckpt-manifest.json"
 SCHEMA = 1
+TEMPORARY_SUFFIX = ".tmp"
 JsonDict = dict[str, Any]
 
 
@@ -68,12 +70,15 @@ def write_json(file: Path, content: object) -> None:
 
 def write_bytes(file: Path, content: bytes) -> None:
     """Write a file by way of a flushed temporary one and an atomic rename."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fingerprint(*values: object) -> str:

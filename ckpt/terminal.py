@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import tempfile
@@ -13,28 +14,38 @@ from typing import TYPE_CHECKING, Any
 from ckpt import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.progress import Progress as RichProgress
 
 SECONDS_BETWEEN_LINES = 5.0
+_MOST_SECONDS_BETWEEN_LINES = 60.0
 
 
 class Terminal:
-    """Progress on stderr: a bar where a person watches, a line now and then in a log."""
+    """Progress on stderr: a bar where a person watches, a line now and then in a log.
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        """Say nothing at all if ``quiet``."""
-        self._quiet = quiet
+    Events go to stdout, a line of JSON each, for whoever asked for JSON.
+    """
+
+    def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
+        """Say nothing at all on stderr if ``quiet``; print events if ``as_json``."""
+        self._quiet, self._as_json = quiet, as_json
         self._live = sys.stderr.isatty() and not quiet
         self._bar: RichProgress | None = None
         self._task: Any = None
         self._label, self._unit = "", "B"
         self._total: int | None = None
-        self._done, self._last_line = 0, 0.0
+        self._done, self._earlier = 0, 0
+        self._started = self._last_line = 0.0
 
-    def start(self, label: str, total: int | None = None, unit: str = "B") -> None:
+    def start(
+        self, label: str, total: int | None = None, unit: str = "B", *, done: int = 0
+    ) -> None:
         """Begin a bar (or print a line) for a piece of work."""
-        self._label, self._total, self._unit, self._done = label, total, unit, 0
-        self._last_line = time.monotonic()
+        self._label, self._total, self._unit = label, total, unit
+        self._done = self._earlier = done
+        self._started = self._last_line = time.monotonic()
         if self._live:
             self._begin_bar()
         elif not self._quiet:
@@ -47,10 +58,26 @@ class Terminal:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
-        elif not self._quiet and now - self._last_line > SECONDS_BETWEEN_LINES:
+        elif not self._quiet and now - self._last_line > self._pause(now):
             self._last_line = now
-            total = f" of {_amount(self._total, self._unit)}" if self._total else ""
-            self._print(f"{self._label}: {_amount(self._done, self._unit)}{total}")
+            self._print(self._line(now - self._started))
+
+    def _pause(self, now: float) -> float:
+        """Seconds until the next line: longer in longer work, so that logs stay short."""
+        tenth = (now - self._started) / 10
+        return max(SECONDS_BETWEEN_LINES, min(tenth, _MOST_SECONDS_BETWEEN_LINES))
+
+    def _line(self, seconds: float) -> str:
+        """How much is done, at which rate of this run, and how long the rest takes."""
+        line = f"{self._label}: {_amount(self._done, self._unit)}"
+        if self._total:
+            line += f" of {_amount(self._total, self._unit)}"
+        rate = (self._done - self._earlier) / seconds if seconds > 0 else 0.0
+        if rate and self._unit == "B":
+            line += f", {format_bytes(int(rate))}/s"
+        if rate and self._total and self._total > self._done:
+            line += f", {format_seconds((self._total - self._done) / rate)} left"
+        return line
 
     def finish(self) -> None:
         """End the bar of the work that began last."""
@@ -65,6 +92,12 @@ class Terminal:
         elif not self._quiet:
             self._print(text)
 
+    def event(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Print a line of JSON at once, if these were asked for."""
+        if self._as_json:
+            line = json.dumps({"event": name, **facts}, default=str)
+            print(line, flush=True)  # noqa: T201 - this is the terminal
+
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is the terminal
 
@@ -76,13 +109,15 @@ class Terminal:
             MofNCompleteColumn,
             TextColumn,
             TimeRemainingColumn,
+            TransferSpeedColumn,
         )
         from rich.progress import Progress as Bar  # noqa: PLC0415
 
-        amount = DownloadColumn() if self._unit == "B" else MofNCompleteColumn()
-        columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+        in_bytes = (DownloadColumn(), TransferSpeedColumn())
+        amounts = in_bytes if self._unit == "B" else (MofNCompleteColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(self._label, total=self._total)
+        self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
         self._bar.start()
 
 
@@ -104,6 +139,19 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people.
+
+    >>> format_seconds(7.2), format_seconds(75), format_seconds(7260)
+    ('7 s', '1 min 15 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:  # noqa: PLR2004 - a minute
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"  # noqa: PLR2004
 
 
 def write_bug_log(error: BaseException) -> Path:

@@ -50,7 +50,9 @@ def test_convert_prints_one_summary_and_its_notes(tmp_path, source):
 
 def test_progress_goes_to_stderr_and_results_to_stdout(tmp_path, source):
     done = run("convert", source, tmp_path / "out", "--json")
-    report = json.loads(done.stdout)
+    *shards, report = map(json.loads, done.stdout.splitlines())
+    assert [(shard["event"], shard["name"]) for shard in shards] == [("shard", "model.safetensors")]
+    assert report["event"] == "converted"
     assert report["output"] == str(tmp_path / "out")
     assert report["model"]["parameters"] == COUNT
     assert "writing weights" in done.stderr
@@ -139,6 +141,7 @@ def test_errors_are_facts_with_json(tmp_path):
     done = run("inspect", tmp_path / "absent", "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout) == {
+        "event": "error",
         "error": "SourceError",
         "message": "no such directory",
         "file": str(tmp_path / "absent"),
@@ -202,7 +205,7 @@ def test_the_program_runs_as_a_module_and_says_its_version(tmp_path):
     source = write_torch_dist(tmp_path / "run", Model(), tp=2)
     done = start("convert", source, tmp_path / "out", "--json", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["model"]["parameters"] == COUNT
+    assert json.loads(done.stdout.splitlines()[-1])["model"]["parameters"] == COUNT
     again = start("convert", source, tmp_path / "out")
     assert again.returncode == 1
     assert again.stderr.splitlines()[-1].startswith("error: ")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.completeness import prove
-from ckpt.convert.conversion import Conversion, ConvertReport, Copied, describe_outcome
+from ckpt.convert.conversion import Conversion, ConvertReport, Copied, PartReport
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
 from ckpt.convert.plan import Plan, build_plan
 from ckpt.convert.reference import (
@@ -20,12 +21,13 @@ from ckpt.convert.reference import (
     copied_files,
     read_reference,
 )
+from ckpt.convert.share import WHOLE, Share
 from ckpt.convert.vocabulary import find_vocabulary
 from ckpt.errors import FamilyError, OptionsError, SourceError
-from ckpt.manifest import fingerprint, write_stage
+from ckpt.manifest import fingerprint
 from ckpt.metamodel import ModelBuilder
 from ckpt.progress import Progress, Silent
-from ckpt.shards import INDEX_NAME, REFERENCE_FILE, assign, file_names, index_content
+from ckpt.shards import REFERENCE_FILE, assign, file_names
 from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.storage import stamp
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
 
     from ckpt.arch import Architecture
     from ckpt.config import ConvertOptions
-    from ckpt.convert.units import Unit, Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
     from ckpt.sources.locate import IterationChoice
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversion",
     "ConvertReport",
+    "PartReport",
+    "Share",
     "carry_out",
     "convert_checkpoint",
     "plan_conversion",
@@ -146,10 +149,13 @@ def convert_checkpoint(
     *,
     iteration: IterationChoice = "latest",
     progress: Progress | None = None,
-) -> ConvertReport:
+    share: Share = WHOLE,
+) -> ConvertReport | PartReport:
     """Convert a training checkpoint to ``output``, which appears complete or not at all.
 
-    A run that was killed goes on where it was when the same call is made again. Raises
+    A run that was killed goes on where it was when the same call is made again. A ``share``
+    writes one part, beside others on any machine that sees the same directories; the one with
+    ``finalize`` collects them. Raises
     OutputError when the output is in the way or cannot be written, and whatever
     :func:`plan_conversion` raises.
     """
@@ -158,7 +164,9 @@ def convert_checkpoint(
     staging.check_output(output, overwrite=options.overwrite)
     with ModelBuilder(options.cache) as builder:
         conversion = plan_conversion(source, options, iteration=iteration)
-        return carry_out(conversion, output, options, progress=progress, builder=builder)
+        return carry_out(
+            conversion, output, options, progress=progress, builder=builder, share=share
+        )
 
 
 def prove_conversion(conversion: Conversion, builder: ModelBuilder) -> Conversion:
@@ -187,92 +195,16 @@ def carry_out(
     *,
     progress: Progress | None = None,
     builder: ModelBuilder | None = None,
-) -> ConvertReport:
+    share: Share = WHOLE,
+) -> ConvertReport | PartReport:
     """Write what :func:`plan_conversion` planned; raises as :func:`convert_checkpoint` does."""
-    from ckpt.convert import checks, staging  # noqa: PLC0415 - planning needs no NumPy
-    from ckpt.convert.read import Files  # noqa: PLC0415
-    from ckpt.convert.write import disk_faults  # noqa: PLC0415
+    from ckpt.convert import carry  # noqa: PLC0415 - planning needs no NumPy
+    from ckpt.convert.run import Run  # noqa: PLC0415
 
-    if builder is None:
-        with ModelBuilder(options.cache) as own:
-            return carry_out(conversion, output, options, progress=progress, builder=own)
-    progress, started = progress or Silent(), time.monotonic()
-    staging.check_output(output, overwrite=options.overwrite)
-    staging.check_apart(output, conversion.checkpoint.directory)
-    stage = staging.stage_path(output)
-    if finished := staging.finished_section(stage, conversion.fingerprint):
-        staging.publish(stage, output)
-        return ConvertReport(output, finished)
-    for note in conversion.notes:
-        progress.note(f"note: {note}")
-    with Files() as files:
-        drift = checks.run_checks(conversion.plan.checks, files, progress).note()
-        if drift:
-            conversion = replace(conversion, notes=(*conversion.notes, drift))
-            progress.note(f"note: {drift}")
-        conversion = prove_conversion(conversion, builder)
-        stage = staging.open_stage(output, conversion.fingerprint, conversion.plan.nbytes)
-        written = _write_weights(conversion, options, stage, progress)
-    with disk_faults(stage):
-        written += _write_beside(conversion, stage)
-        staging.check_written(stage, conversion.files)
-        staging.check_names(stage, [file.name for file in written])
-        section = describe_outcome(conversion, options, written, time.monotonic() - started)
-        write_stage(stage, "convert", section)  # from here on nothing is left but a rename
-    staging.publish(stage, output)
-    return ConvertReport(output, section)
-
-
-def units_of(conversion: Conversion, options: ConvertOptions) -> list[Unit]:
-    """The output files that hold weights, each with all that is needed to write it."""
-    from ckpt.convert.units import Unit  # noqa: PLC0415 - planning needs no NumPy
-
-    targets = {target.spec.name: target for target in conversion.plan.targets}
-    root, stamps = conversion.checkpoint.directory, conversion.identity["files"]
-    known = {str(root / name): stamp for name, stamp in stamps.items()}
-    units = []
-    for name, specs in conversion.files:
-        chosen = tuple(targets[spec.name] for spec in specs)
-        unit = Unit(name, chosen, {}, conversion.fingerprint, options.allow_nonfinite)
-        read = sorted({copy.file for copy in unit.copies()})
-        units.append(replace(unit, stamps={file: known[file] for file in read if file in known}))
-    return units
-
-
-def _write_weights(
-    conversion: Conversion, options: ConvertOptions, stage: Path, progress: Progress
-) -> list[Written]:
-    from ckpt.convert.units import write_unit  # noqa: PLC0415 - planning needs no NumPy
-
-    progress.start("writing weights", conversion.plan.nbytes)
-    units = units_of(conversion, options)
-    written = [write_unit(unit, stage, progress.advance) for unit in units]
-    progress.finish()
-    return written
-
-
-def _write_beside(conversion: Conversion, stage: Path) -> list[Written]:
-    """Tokenizer, index, reference logits, and config.json, without which nothing loads, last."""
-    from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
-    from ckpt.convert.units import copy_unchanged  # noqa: PLC0415
-
-    written = [
-        copy_unchanged(copy.file, copy.stamp, stage, copy.name) for copy in conversion.copied
-    ]
-    names = []
-    if len(conversion.files) > 1:
-        staging.write_json(stage / INDEX_NAME, index_content(conversion.files))
-        names.append(INDEX_NAME)
-    staging.write_json(stage / "config.json", dict(conversion.config))
-    names.append("config.json")
-    return [*written, *(_hashed(stage, name) for name in names)]
-
-
-def _hashed(directory: Path, name: str) -> Written:
-    from ckpt.convert.units import Written  # noqa: PLC0415 - planning needs no NumPy
-
-    content = (directory / name).read_bytes()
-    return Written(name, len(content), sha256(content).hexdigest())
+    with ModelBuilder(options.cache) if builder is None else nullcontext(builder) as own:
+        prove = partial(prove_conversion, builder=own)
+        run = Run(conversion, output, options, progress or Silent(), share)
+        return carry.carry_out(run, prove)
 
 
 def _check_overrides(

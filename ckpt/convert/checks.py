@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.convert import read
+from ckpt.convert.read import Files
 from ckpt.errors import SourceError
 from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, contiguous_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpt.convert.plan import Check
-    from ckpt.convert.read import Files
-    from ckpt.progress import Progress
+    from ckpt.convert.read import Stamp
 
 # How far ranks' copies may have drifted apart, as a share of the tensor's largest value: eight
 # steps of bfloat16 at 1. Rounding that differs from rank to rank stays below it; another layer's
@@ -26,32 +25,34 @@ DRIFT_LIMIT = 1 / 16
 _PAIR_BYTES = 4 * 2**20  # of each copy; drifts are reckoned in float64, four times as much
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How far ranks' copies of averaged tensors differ: how many do, and which one most."""
-
-    tensors: int = 0
-    largest: float = 0.0
-    name: str = ""
-
-    def note(self) -> str | None:
-        """One line for the report, or None where all copies are equal."""
-        if not self.tensors:
-            return None
-        return (
-            f"{self.tensors} tensors are the mean of their ranks' copies, which had drifted "
-            f"apart: by {self.largest:.2g} of the largest value at most, in {self.name}"
-        )
+def describe_drift(found: Mapping[str, float]) -> str | None:
+    """One line about what :func:`compare_copies` measured, or None where all copies are equal."""
+    if not found:
+        return None
+    worst = max(found, key=lambda name: found[name])
+    return (
+        f"{len(found)} tensors are the mean of their ranks' copies, which had drifted "
+        f"apart: by {found[worst]:.2g} of the largest value at most, in {worst}"
+    )
 
 
-def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Drift:
+def compare_copies(
+    checks: Sequence[Check], stamps: Mapping[str, Stamp], advance: Callable[[int], None]
+) -> dict[str, float]:
     """Compare stored copies of the same tensor; raises SourceError naming both places.
 
-    Copies that may drift are measured, and refused beyond ``DRIFT_LIMIT``.
+    Copies that may drift are measured, and refused beyond ``DRIFT_LIMIT``: the result has the
+    name of each tensor whose copies differ, and by how much at most, as a share of its largest
+    value. Files must be as ``stamps`` say; ``advance`` is told the bytes of first copies.
     """
+    with Files(stamps) as files:
+        return _compare(checks, files, advance)
+
+
+def _compare(
+    checks: Sequence[Check], files: Files, advance: Callable[[int], None]
+) -> dict[str, float]:
     found: dict[str, float] = {}
-    if checks:
-        progress.start("comparing stored copies", sum(check.first.nbytes for check in checks))
     both = _Pairs(files)
     for check in checks:
         pairs = both.of(check)
@@ -69,11 +70,8 @@ def run_checks(checks: Sequence[Check], files: Files, progress: Progress) -> Dri
                 found="other bytes",
                 hint="Ranks have drifted apart or a stale copy was kept; none is chosen silently",
             )
-        progress.advance(check.first.nbytes)
-    if checks:
-        progress.finish()
-    worst = max(found, key=lambda name: found[name], default="")
-    return Drift(len(found), found.get(worst, 0.0), worst)
+        advance(check.first.nbytes)
+    return found
 
 
 def _distance(check: Check, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckpt.convert.describe import describe_plan
 from ckpt.convert.reference import table_text
+from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt.config import ConvertOptions
     from ckpt.convert.plan import Plan
     from ckpt.convert.reference import Comparison
+    from ckpt.convert.share import Share
     from ckpt.convert.units import Written
     from ckpt.shards import TensorSpec
     from ckpt.sources import Checkpoint
@@ -97,6 +99,7 @@ class Conversion:
 class ConvertReport:
     """A finished conversion, as the manifest holds it."""
 
+    event: ClassVar = "converted"
     output: Path
     section: Mapping[str, Any]
 
@@ -123,6 +126,52 @@ class ConvertReport:
         if self.section["reference"]:
             lines += [f"  {line}" for line in table_text(self.section["reference"]).splitlines()]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One finished part of a conversion that nobody has collected yet.
+
+    ``lacking`` are the files that are not there, each with the part that has it.
+    """
+
+    event: ClassVar = "part"
+    output: Path
+    stage: Path
+    share: Share
+    written: Sequence[Written]
+    lacking: Sequence[tuple[str, Share]]
+    total: int
+    finalize: str
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for machines."""
+        return {
+            "output": str(self.output),
+            "stage": str(self.stage),
+            "shard_index": self.share.index,
+            "num_shards": self.share.of,
+            "outputs": [{"name": w.name, "size": w.size, "sha256": w.sha256} for w in self.written],
+            "files": self.total,
+            "lacking": [{"name": name, "shard_index": s.index} for name, s in self.lacking],
+            "finalize": self.finalize,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def as_text(self) -> str:
+        """What this part wrote, what lacks, and how the output comes to its name."""
+        size = format_bytes(sum(w.size for w in self.written))
+        head = f"{self.share} of {self.output} is written: {len(self.written)} files, {size}"
+        lines = [
+            f"{head}, {self.seconds:.1f} s",
+            f"  {self.total - len(self.lacking)} of {self.total} files are in {self.stage}",
+        ]
+        parts = sorted({share.index for _, share in self.lacking})
+        if parts:
+            lines.append(f"  lacking: parts {', '.join(str(part + 1) for part in parts)}")
+        when = "when these are written" if parts else "all parts are written"
+        return "\n".join([*lines, f"  {when}: {self.finalize}"])
 
 
 def describe_outcome(

@@ -153,6 +153,10 @@ class Claim:
                 )
             _pause()
             _take(self.run, self.output, shared=True)
+        if is_ready():
+            _take(self.run, self.output, shared=True)
+            yield
+            return
         self.run.sign(_SETTING_UP)
         try:
             yield

@@ -7,6 +7,7 @@ Kubernetes' Indexed Jobs, which give a number without saying of how many.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,16 @@ from ckpt.errors import OptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from typing import TypeVar
+
+    from ckpt.config import ConvertOptions
 
     T = TypeVar("T")
 
 _ARRAY = "SLURM_ARRAY_TASK_"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_FLAGS = {"overrides": "set"}
 _INDEXED = "JOB_COMPLETION_INDEX"
 # Steps that are no srun: batch script, extern, interactive (slurm/slurm.h, SLURM_*_STEP ids).
 _SPECIAL_STEPS = 0xFFFFFFF0
@@ -82,6 +87,40 @@ def deal(items: Iterable[T], size: Callable[[T], int], count: int) -> list[list[
         parts[part].append(number)
         loads[part] = (load + size(known[number]), part)
     return [[known[number] for number in sorted(part)] for part in parts]
+
+
+def finalize_command(source: Path, output: Path, options: ConvertOptions) -> str:
+    """The command that collects the parts of this conversion."""
+    words = ["ckpt", "convert", str(source), str(output)]
+    for name, value in vars(options).items():
+        if value == getattr(type(options), name, None) or name in {"cache", "workers", "executor"}:
+            continue
+        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+        each = value if isinstance(value, tuple) else (value,)
+        for item in each:
+            words += [flag] if item is True else [flag, str(item)]
+    return shlex.join([*words, "--finalize"])
+
+
+def choose_share(
+    environ: Mapping[str, str],
+    *,
+    shard_index: int | None = None,
+    num_shards: int | None = None,
+    finalize: bool = False,
+) -> Share:
+    """What a command is to do: its part, the whole, or to collect the parts.
+
+    Raises OptionsError as :func:`find_share` does, and for a part that is to finalize.
+    """
+    if not finalize:
+        return find_share(shard_index, num_shards, environ)
+    if shard_index is not None or (num_shards or 1) > 1:
+        raise OptionsError(
+            "--finalize collects all parts",
+            hint="Give it without --shard-index and --num-shards, once all parts are written",
+        )
+    return Share(finalize=True)
 
 
 def find_share(index: int | None, count: int | None, environ: Mapping[str, str]) -> Share:

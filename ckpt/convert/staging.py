@@ -11,35 +11,50 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt import __version__
 from ckpt.convert.units import RECEIPT_SUFFIX, file_digest
 from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
-from ckpt.manifest import MANIFEST_NAME, read_stage, write_json
+from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, read_stage, write_json
 from ckpt.shards import INDEX_NAME, read_header
 from ckpt.storage import lies_in
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from ckpt.convert.locks import Claim
+    from ckpt.convert.share import Share
     from ckpt.shards import TensorSpec
 
 __all__ = [
+    "Purpose",
     "check_apart",
     "check_names",
     "check_output",
+    "check_room",
     "check_written",
+    "clear_parts",
     "clear_receipts",
+    "describe",
     "finished_section",
+    "marker",
     "open_stage",
     "publish",
+    "read_state",
+    "record_checks",
+    "recorded_checks",
     "stage_path",
     "write_json",
 ]
 _STATE_NAME = "ckpt-stage.json"
+_CHECKS_NAME = "ckpt-checked-{:05d}-of-{:05d}.json"
+_CHECKS_GLOB = "ckpt-checked-*.json"
+_SHOWN = 3
 _RESERVE_BYTES = 64 * 2**20
 
 
@@ -74,41 +89,164 @@ def check_apart(output: Path, source: Path) -> None:
         )
 
 
-def open_stage(output: Path, fingerprint: str, needed_bytes: int) -> Path:
-    """The stage directory: that of an interrupted run of the same conversion, or an empty one.
+@dataclass(frozen=True)
+class Purpose:
+    """The conversion that a stage is for: its fingerprint, and what tells it from another."""
 
-    Raises OutputError when the disk lacks room for what is still to be written.
+    fingerprint: str
+    source: Mapping[str, Any]
+    options: Mapping[str, str]
+
+    def state(self, parts: int) -> dict[str, Any]:
+        """What lies in the stage: this, and in how many parts the output is written."""
+        return {
+            "fingerprint": self.fingerprint,
+            "ckpt": __version__,
+            "parts": parts,
+            "options": dict(self.options),
+            "source": dict(self.source),
+        }
+
+    def differs_from(self, state: Mapping[str, Any]) -> str:
+        """What makes another stage's state another conversion, for people."""
+        if not state:
+            return "nothing says what it is"
+        found = []
+        if state.get("ckpt") != __version__:
+            found.append(f"ckpt {state.get('ckpt')} wrote it, this is {__version__}")
+        options = state.get("options") or {}
+        for name in sorted({*options, *self.options}):
+            old, new = (str(each.get(name)) for each in (options, self.options))
+            if old != new:
+                found.append(f"{name} was {old}, is {new}")
+        found += _source_changes(state.get("source") or {}, self.source)
+        return "; ".join(found) or "config.json or the tokenizer's files were others"
+
+
+def _source_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    names = ("path", "iteration", "format")
+    found = [f"{n} was {old.get(n)}, is {new.get(n)}" for n in names if old.get(n) != new.get(n)]
+    if found:
+        return found
+    before, now = ({k: list(v) for k, v in (s.get("files") or {}).items()} for s in (old, new))
+    for words, those in (
+        ("changed since", [name for name in now if name in before and before[name] != now[name]]),
+        ("new in the source", [name for name in now if name not in before]),
+        ("gone from the source", [name for name in before if name not in now]),
+    ):
+        if those:
+            more = f" and {len(those) - _SHOWN} more" if len(those) > _SHOWN else ""
+            found.append(f"{words}: {', '.join(those[:_SHOWN])}{more}")
+    if old.get("metadata_sha256") != new.get("metadata_sha256") and not found:
+        found.append("the source's metadata changed")
+    return found
+
+
+def open_stage(claim: Claim, purpose: Purpose, share: Share, note: Callable[[str], None]) -> Path:
+    """The stage directory: that of an earlier run of the same conversion, or an empty one.
+
+    What another conversion left is removed, and ``note`` hears why; never while others may
+    write there. Raises OutputError where that, or writing, is not possible.
     """
-    stage = stage_path(output)
+    stage = stage_path(claim.output)
+
+    def is_ready() -> bool:
+        state = read_state(stage, purpose)
+        return bool(state) and (not share.partial or state.get("parts") == share.of)
+
     try:
-        if not _is_same(stage, fingerprint):
-            shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir(parents=True, exist_ok=True)
-        for part in stage.glob(f"*{PART_SUFFIX}"):
-            part.unlink()
-        there = sum(file.stat().st_size for file in stage.glob("*.safetensors"))
-        free = shutil.disk_usage(stage).free
-        if free < needed_bytes - there + _RESERVE_BYTES:
-            if not there:
-                shutil.rmtree(stage, ignore_errors=True)
-            raise OutputError(
-                "not enough room on the disk",
-                file=output.parent,
-                expected=f"{format_bytes(needed_bytes - there + _RESERVE_BYTES)} free",
-                found=format_bytes(free),
-            )
-        write_json(stage / _STATE_NAME, {"fingerprint": fingerprint})
+        with claim.set_up(is_ready):
+            if claim.alone or not is_ready():
+                _prepare(claim, stage, purpose, share, note)
     except OSError as error:
         raise OutputError(f"cannot write here: {error.strerror}", file=stage) from error
     return stage
 
 
-def _is_same(stage: Path, fingerprint: str) -> bool:
+def _prepare(
+    claim: Claim, stage: Path, purpose: Purpose, share: Share, note: Callable[[str], None]
+) -> None:
+    known = read_state(stage, purpose)
+    if stage.exists() and not known:
+        why = purpose.differs_from(_stored(stage))
+        if share.partial and not claim.sure:
+            raise OutputError(
+                f"the unfinished output of another conversion is here: {why}",
+                file=stage,
+                hint="Without locks nothing tells whether it is being written: remove it yourself",
+            )
+        note(f"note: starting afresh: an unfinished output of another conversion was here: {why}")
+        shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True, exist_ok=True)
+    parts = share.of if share.partial else known.get("parts", 1)
+    write_json(stage / _STATE_NAME, purpose.state(parts))
+
+
+def marker(stage: Path) -> Path | None:
+    """The file that whoever sees this stage finds in it, once the stage is there."""
+    file = stage / _STATE_NAME
+    return file if file.is_file() else None
+
+
+def describe(stage: Path, purpose: Purpose) -> str:
+    """What is in the stage instead of what this purpose wants."""
+    if not stage.exists():
+        return "nothing"
+    return f"another conversion: {purpose.differs_from(_stored(stage))}"
+
+
+def read_state(stage: Path, purpose: Purpose) -> dict[str, Any]:
+    """The state of a stage that is for this purpose; empty for another one's and for none."""
+    state = _stored(stage)
+    return state if state.get("fingerprint") == purpose.fingerprint else {}
+
+
+def _stored(stage: Path) -> dict[str, Any]:
     try:
         content = json.loads((stage / _STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(content.get("fingerprint") == fingerprint)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
+    """Raise OutputError when the disk lacks room for what is still to be written."""
+    free = shutil.disk_usage(stage).free
+    if free < needed_bytes + _RESERVE_BYTES:
+        if claim.alone and not any(stage.glob(f"*{RECEIPT_SUFFIX}")):
+            shutil.rmtree(stage, ignore_errors=True)
+        raise OutputError(
+            "not enough room on the disk",
+            file=stage.parent,
+            expected=f"{format_bytes(needed_bytes + _RESERVE_BYTES)} free",
+            found=format_bytes(free),
+        )
+
+
+def clear_parts(stage: Path, names: Sequence[str] | None) -> None:
+    """Remove what ended attempts at files of these names have left, or at any file."""
+    patterns = ["**/*"] if names is None else names
+    for part in [part for name in patterns for part in stage.glob(f"{name}.*{PART_SUFFIX}")]:
+        part.unlink(missing_ok=True)
+
+
+def record_checks(stage: Path, of: int, found: Mapping[int, Mapping[str, float]]) -> None:
+    """Note which parts of ``of`` have compared their stored copies, and the drift they found."""
+    for index, drift in found.items():
+        write_json(stage / _CHECKS_NAME.format(index + 1, of), {"drift": dict(drift)})
+
+
+def recorded_checks(stage: Path, of: int) -> dict[int, dict[str, float]]:
+    """What :func:`record_checks` noted, of the parts that have compared theirs."""
+    found = {}
+    for index in range(of):
+        try:
+            text = (stage / _CHECKS_NAME.format(index + 1, of)).read_text(encoding="utf-8")
+            drift = json.loads(text)["drift"].items()
+            found[index] = {str(name): float(value) for name, value in drift}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+    return found
 
 
 def check_written(stage: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> None:
@@ -131,9 +269,14 @@ def check_written(stage: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]
 
 def clear_receipts(stage: Path) -> None:
     """Remove what only an interrupted run needs."""
-    for receipt in stage.glob(f"*{RECEIPT_SUFFIX}"):
-        receipt.unlink()
-    (stage / _STATE_NAME).unlink(missing_ok=True)
+    for file in list(_own_files(stage)):
+        file.unlink(missing_ok=True)
+
+
+def _own_files(stage: Path) -> Iterator[Path]:
+    """What lies in a stage beside its content."""
+    for pattern in (f"*{RECEIPT_SUFFIX}", _CHECKS_GLOB, _STATE_NAME, f".*{TEMPORARY_SUFFIX}"):
+        yield from stage.glob(pattern)
 
 
 def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
@@ -155,7 +298,7 @@ def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
 def check_names(stage: Path, names: Iterable[str]) -> None:
     """Raise OutputError when anything but these files would be published with the stage."""
     there = {str(path.relative_to(stage)) for path in stage.rglob("*") if not path.is_dir()}
-    own = {path.name for path in stage.glob(f"*{RECEIPT_SUFFIX}")} | {_STATE_NAME}
+    own = {path.name for path in _own_files(stage)}
     strange = sorted(there - own - set(names))
     if strange:
         raise OutputError(

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import mmap
 import os
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
@@ -55,9 +56,9 @@ class LocalFile:
     """A file on a disk: it grows under another name and is flushed before it gets its own."""
 
     def __init__(self, file: Path) -> None:
-        """Open ``NAME.part`` beside it; an older one is replaced."""
-        self._file, self._part = file, file.with_name(f"{file.name}{PART_SUFFIX}")
-        self._part.unlink(missing_ok=True)
+        """Open a new ``NAME.*.part`` beside it: an attempt that was given up may still write."""
+        self._file = file
+        self._part = file.with_name(f"{file.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
         self._fd, self._direct = _open_new(self._part)
 
     def write(self, content: memoryview, at: int) -> None:
