@@ -3,272 +3,190 @@
 Names, shapes, splits, archives and indexes are those that Megatron-LM 0.16 writes with
 TransformerEngine's spec; ``torch.save`` itself writes each archive, without its data. What a
 reader of weights never opens (optimizer states, ``distrib_optim.pt``) is a hole altogether.
-The file system must support sparse files.
+The file system must support sparse files. ``synthetic.py`` fills the holes of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import pickle
-import signal
+import struct
 import tempfile
+import zipfile
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron_shapes import (
+    DEEPSEEK_V3,
+    LLAMA3_405B,
+    MODELS,
+    RANKS,
+    Model,
+    Ranks,
+    Tensor,
+    expert_tensors,
+    is_moe,
+    layer_tensors,
+    outer_tensors,
+    training_args,
+)
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import BinaryIO
 
-    Places = list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset, shape) of chunks
+    from megatron_shapes import Places
 
+    # Writes a part's bytes at a place in an open file.
+    Fill = Callable[[int, int, "Part"], None]
+    # (place, length) of each axis that is put before a tensor's own.
+    Lead = tuple[tuple[int, int], ...]
+
+__all__ = [
+    "DEEPSEEK_V3",
+    "LLAMA3_405B",
+    "MODELS",
+    "RANKS",
+    "WRITERS",
+    "Model",
+    "Part",
+    "Ranks",
+    "open_item",
+    "write_legacy",
+    "write_torch_dist",
+]
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = 7
 MASTER_BYTES = 12  # of optimizer state for a parameter: fp32 weight and two moments
 OBJECT_BYTES = 1513  # an empty object, as torch.save writes it
+LEGACY_FILE = "model_optim_rng.pt"
 
 
 @dataclass(frozen=True)
-class Model:
-    """The training arguments that make an architecture; those that Megatron-LM would hold."""
+class Part:
+    """A block of a weight that is stored in one piece.
 
-    args: dict[str, Any]
+    ``key`` is the weight's name with the numbers that layer and expert have in the whole model,
+    whatever the format calls it; ``start`` is the block's first element in it.
+    """
 
-    @property
-    def values(self) -> argparse.Namespace:
-        """The arguments by attribute."""
-        return argparse.Namespace(**{**COMMON, **self.args})
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Parallel sizes; ``last`` is how many layers the last pipeline stage holds, if fewer."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-    last: int | None = None
-
-    @property
-    def world(self) -> int:
-        """Ranks of a pipeline stage in the smallest world that holds the model."""
-        return max(self.tp, self.ep * self.etp)
-
-    def stages(self, layers: int) -> list[range]:
-        """The layers of each stage."""
-        count = self.pp
-        each = layers // count if self.last is None else (layers - self.last) // (count - 1)
-        return [range(n * each, min(layers, (n + 1) * each)) for n in range(count)]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A weight as one process would hold it, and the dimension that ranks share."""
-
-    name: str
+    key: str
+    start: tuple[int, ...]
     shape: tuple[int, ...]
-    dim: int | None = None
-    gated: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype
 
-    def part(self, ranks: int) -> tuple[int, ...]:
-        """The shape that each of ``ranks`` ranks holds."""
-        return tuple(n // ranks if axis == self.dim else n for axis, n in enumerate(self.shape))
-
-    def chunks(self, ranks: int) -> list[Places]:
-        """For each rank, where its chunks begin and how large they are."""
-        if self.dim is None:
-            return [[((0,) * len(self.shape), self.shape)], *([] for _ in range(ranks - 1))]
-        halves = 2 if self.gated else 1
-        length = self.shape[self.dim] // halves // ranks
-        shape = tuple(length if axis == self.dim else n for axis, n in enumerate(self.shape))
-        return [
-            [(self._at((half * ranks + rank) * length), shape) for half in range(halves)]
-            for rank in range(ranks)
-        ]
-
-    def _at(self, start: int) -> tuple[int, ...]:
-        return tuple(start if axis == self.dim else 0 for axis in range(len(self.shape)))
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
-COMMON: dict[str, Any] = dict(  # noqa: C408 - as arguments are written
-    normalization="RMSNorm", layernorm_epsilon=1e-5, layernorm_zero_centered_gamma=False,
-    swiglu=True, add_bias_linear=False, add_qkv_bias=False, position_embedding_type="rope",
-    rotary_percent=1.0, rotary_interleaved=False, rotary_seq_len_interpolation_factor=None,
-    use_rope_scaling=False, openai_gelu=False, squared_relu=False, window_size=None,
-    untie_embeddings_and_output_weights=True, num_experts=None, moe_layer_freq=1,
-    multi_latent_attention=False, qk_layernorm=False, mtp_num_layers=None, seq_length=4096,
-)  # fmt: skip
-DEEPSEEK_V3 = Model(dict(  # noqa: C408 - as arguments are written
-    num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
-    kv_channels=128, group_query_attention=False, num_query_groups=1, vocab_size=129280,
-    max_position_embeddings=4096, layernorm_epsilon=1e-6, rotary_base=10000,
-    multi_latent_attention=True, qk_layernorm=True, q_lora_rank=1536, kv_lora_rank=512,
-    qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, rope_type="yarn",
-    rotary_scaling_factor=40.0, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1,
-    mscale=1.0, mscale_all_dim=1.0, num_experts=256, moe_layer_freq=[0] * 3 + [1] * 58,
-    moe_ffn_hidden_size=2048, moe_shared_expert_intermediate_size=2048, moe_grouped_gemm=True,
-    moe_shared_expert_gate=False, moe_router_topk=8, moe_router_score_function="sigmoid",
-    moe_router_load_balancing_type="seq_aux_loss", moe_router_enable_expert_bias=True,
-    moe_router_pre_softmax=False, moe_router_num_groups=8, moe_router_group_topk=4,
-    moe_router_topk_scaling_factor=2.5, moe_aux_loss_coeff=1e-4,
-))  # fmt: skip
-LLAMA3_405B = Model(dict(  # noqa: C408 - as arguments are written
-    num_layers=126, hidden_size=16384, ffn_hidden_size=53248, num_attention_heads=128,
-    kv_channels=128, group_query_attention=True, num_query_groups=8, vocab_size=128256,
-    max_position_embeddings=131072, rotary_base=500000, use_rope_scaling=True,
-    rope_scaling_factor=8.0,
-))  # fmt: skip
-MODELS = {"deepseek-v3": DEEPSEEK_V3, "llama-3-405b": LLAMA3_405B}
-RANKS = {
-    "deepseek-v3": Ranks(tp=8, pp=16, ep=64, last=1),
-    "llama-3-405b": Ranks(tp=8, pp=16, last=6),
-}
+def _data_start(stream: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """Where the bytes of a record of a stored archive begin."""
+    stream.seek(record.header_offset + 26)
+    name, extra = struct.unpack("<HH", stream.read(4))
+    return record.header_offset + 30 + int(name) + int(extra)
 
 
-def layer_tensors(a: argparse.Namespace, layer: int) -> list[Tensor]:
-    """The tensors of a decoder layer but for its routed experts, without the layer's prefix."""
-    h, attention = a.hidden_size, "self_attention."
-    if a.multi_latent_attention:
-        rope, heads = a.qk_pos_emb_head_dim, a.num_attention_heads
-        query, both = heads * (a.qk_head_dim + rope), heads * (a.qk_head_dim + a.v_head_dim)
-        found = [
-            Tensor("input_layernorm.weight", (h,)),
-            Tensor(attention + "linear_proj.weight", (h, heads * a.v_head_dim), 1),
-            Tensor(attention + "linear_q_down_proj.weight", (a.q_lora_rank, h)),
-            Tensor(attention + "linear_q_up_proj.weight", (query, a.q_lora_rank), 0),
-            Tensor(attention + "linear_q_up_proj.layer_norm_weight", (a.q_lora_rank,)),
-            Tensor(attention + "linear_kv_down_proj.weight", (a.kv_lora_rank + rope, h)),
-            Tensor(attention + "linear_kv_up_proj.weight", (both, a.kv_lora_rank), 0),
-            Tensor(attention + "linear_kv_up_proj.layer_norm_weight", (a.kv_lora_rank,)),
-        ]
-    else:
-        heads, groups, size = a.num_attention_heads, a.num_query_groups, a.kv_channels
-        found = [
-            Tensor(attention + "linear_proj.weight", (h, heads * size), 1),
-            Tensor(attention + "linear_qkv.weight", ((heads + 2 * groups) * size, h), 0),
-            Tensor(attention + "linear_qkv.layer_norm_weight", (h,)),
-        ]
-    if not is_moe(a, layer):
-        return [*found, *_mlp("mlp.", h, a.ffn_hidden_size, norm=True)]
-    return [
-        *found,
-        Tensor("pre_mlp_layernorm.weight", (h,)),
-        Tensor("mlp.router.weight", (a.num_experts, h)),
-        Tensor("mlp.router.expert_bias", (a.num_experts,), dtype=torch.float32),
-        *_mlp("mlp.shared_experts.", h, a.moe_shared_expert_intermediate_size),
-    ]
-
-
-def is_moe(a: argparse.Namespace, layer: int) -> bool:
-    """Whether a layer has routed experts."""
-    return bool(a.num_experts and a.moe_layer_freq[layer])
-
-
-def _mlp(at: str, hidden: int, ffn: int, *, norm: bool = False) -> list[Tensor]:
-    gain = [Tensor(at + "linear_fc1.layer_norm_weight", (hidden,))]
-    return [
-        Tensor(at + "linear_fc1.weight", (2 * ffn, hidden), 0, gated=True),
-        *(gain if norm else ()),
-        Tensor(at + "linear_fc2.weight", (hidden, ffn), 1),
-    ]
-
-
-def expert_tensors(a: argparse.Namespace) -> list[Tensor]:
-    """The tensors of one routed expert, without prefix and number."""
-    return _mlp("", a.hidden_size, a.moe_ffn_hidden_size)
-
-
-def outer_tensors(a: argparse.Namespace) -> tuple[list[Tensor], list[Tensor]]:
-    """What the first and what the last stage holds beside its layers."""
-    table = (a.vocab_size, a.hidden_size)
-    return (
-        [Tensor("embedding.word_embeddings.weight", table, 0)],
-        [
-            Tensor("decoder.final_layernorm.weight", (a.hidden_size,)),
-            Tensor("output_layer.weight", table, 0),
-        ],
-    )
-
-
-def training_args(model: Model, ranks: Ranks, format_: str) -> argparse.Namespace:
-    """As many arguments as Megatron-LM stores; those that play no part are numbered."""
-    unused = {f"unused_argument_{number:03d}": number for number in range(560)}
-    return argparse.Namespace(
-        **unused,
-        **vars(model.values),
-        padded_vocab_size=model.values.vocab_size,
-        params_dtype=torch.bfloat16,
-        transformer_impl="transformer_engine",
-        tensor_model_parallel_size=ranks.tp,
-        pipeline_model_parallel_size=ranks.pp,
-        expert_model_parallel_size=ranks.ep,
-        expert_tensor_parallel_size=ranks.etp if ranks.ep > 1 else ranks.tp,
-        decoder_last_pipeline_num_layers=ranks.last,
-        ckpt_format=format_,
-        exit_signal=signal.SIGTERM,
-    )
+def _parts(key: str, item: Tensor, places: Places) -> list[Part]:
+    return [Part(key, start, shape, item.dtype) for start, shape in places]
 
 
 # --- the torch format -------------------------------------------------------------------------
 
 
-def write_legacy(root: Path, model: Model, ranks: Ranks, *, optimizer: bool = True) -> Path:
-    """A run's directory in the ``torch`` format, one file a rank, and beside it the optimizer's."""
+def write_legacy(
+    root: Path, model: Model, ranks: Ranks, *, optimizer: bool = True, fill: Fill | None = None
+) -> Path:
+    """A run's directory in the ``torch`` format, one file a rank, and beside it the optimizer's.
+
+    Without ``fill`` the weights are holes.
+    """
     directory = root / f"iter_{ITERATION:07d}"
     args, stages = training_args(model, ranks, "torch"), ranks.stages(model.values.num_layers)
     for stage, layers in enumerate(stages):
-        pairs = [(n % ranks.tp, n // ranks.etp % ranks.ep) for n in range(ranks.world)]
-        for tp, ep in dict.fromkeys(pairs):
+        for (tp, ep), rank in _saving_ranks(ranks).items():
             name = f"mp_rank_{tp:02d}" + (f"_{stage:03d}" if ranks.pp > 1 else "")
             here = directory / (name + (f"_{ep:03d}" if ranks.ep > 1 else ""))
             here.mkdir(parents=True)
-            held = _rank_model(model, ranks, layers, first=stage == 0, last=stage == ranks.pp - 1)
+            held = _rank_model(model, ranks, rank, (stage, layers))
             own = argparse.Namespace(**vars(args), rank=len(list(directory.iterdir())) - 1)
-            _save_rank(here / "model_optim_rng.pt", held, own)
+            _save_rank(here / LEGACY_FILE, held, own)
+            if fill:
+                _fill_rank(here / LEGACY_FILE, held, fill)
             if optimizer:
-                size = MASTER_BYTES * sum(value.numel() for value in held.values())
+                size = MASTER_BYTES * sum(prod(item.shape) for item in held.values())
                 _hole(here / "distrib_optim.pt", size)
     (root / TRACKER).write_text(str(ITERATION))
     return root
 
 
+def _saving_ranks(ranks: Ranks) -> dict[tuple[int, int], int]:
+    """Tensor and expert rank of each file of a stage, and the rank in the stage that saves it."""
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(ranks.world):
+        found.setdefault((rank % ranks.tp, rank // ranks.etp % ranks.ep), rank)
+    return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One tensor of a rank file: its parts follow each other in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...] = ()
+
+
 def _rank_model(
-    model: Model, ranks: Ranks, layers: range, *, first: bool, last: bool
-) -> dict[str, torch.Tensor]:
-    """What one rank holds; memory is reserved and never touched."""
-    a = model.values
+    model: Model, ranks: Ranks, rank: int, at_stage: tuple[int, range]
+) -> dict[str, _Held]:
+    """What one rank holds, by its own names, in which layers and experts count from 0."""
+    a, (stage, layers) = model.values, at_stage
     head, tail = outer_tensors(a)
-    found = {item.name: _empty(item, ranks.tp) for item in (head if first else ())}
+    found: dict[str, _Held] = {}
+
+    def hold(own: str, key: str, item: Tensor, sharing: int) -> None:
+        places = item.chunks(sharing)
+        mine = places[0 if item.dim is None else rank % sharing]
+        parts = tuple(_parts(key + item.name, item, mine))
+        found[own] = _Held(item.part(sharing), item.dtype, parts)
+
+    for item in head if stage == 0 else ():
+        hold(item.name, "", item, ranks.tp)
     for number, layer in enumerate(layers):
-        at = f"decoder.layers.{number}."
+        at, key = f"decoder.layers.{number}.", f"decoder.layers.{layer}."
         for item in layer_tensors(a, layer):
-            found[at + item.name] = _empty(item, ranks.tp)
+            hold(at + item.name, key, item, ranks.tp)
             if item.name.endswith("weight"):
                 extra = at + item.name.rpartition(".")[0] + "._extra_state"
-                found[extra] = torch.empty(0, dtype=torch.uint8)
-        for item in expert_tensors(a) if is_moe(a, layer) else ():
-            for expert in range(a.num_experts // ranks.ep):
-                found[f"{at}mlp.experts.{item.name}{expert}"] = _empty(item, ranks.etp)
-    return found | {item.name: _empty(item, ranks.tp) for item in (tail if last else ())}
+                found[extra] = _Held((0,), torch.uint8)
+        local = a.num_experts // ranks.ep if is_moe(a, layer) else 0
+        first = rank // ranks.etp % ranks.ep * local
+        for item in expert_tensors(a) if local else ():
+            for expert in range(local):
+                own = f"{at}mlp.experts.{item.name}{expert}"
+                hold(own, f"{key}mlp.experts.{first + expert}.", item, ranks.etp)
+    for item in tail if stage == ranks.pp - 1 else ():
+        hold(item.name, "", item, ranks.tp)
+    return found
 
 
-def _empty(item: Tensor, ranks: int) -> torch.Tensor:
-    return torch.empty(item.part(ranks), dtype=item.dtype)
-
-
-def _save_rank(file: Path, held: dict[str, torch.Tensor], args: argparse.Namespace) -> None:
+def _save_rank(file: Path, held: dict[str, _Held], args: argparse.Namespace) -> None:
+    # Memory is reserved and never touched.
+    tensors = {name: torch.empty(item.shape, dtype=item.dtype) for name, item in held.items()}
     state = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": ITERATION,
-        "model": held,
+        "model": tensors,
         "optimizer": {
             "optimizer": {"param_groups": [{"lr": 1e-4, "params": list(range(len(held)))}]}
         },
@@ -276,6 +194,19 @@ def _save_rank(file: Path, held: dict[str, torch.Tensor], args: argparse.Namespa
     }
     with torch.serialization.skip_data():
         torch.save(state, file)
+
+
+def _fill_rank(file: Path, held: dict[str, _Held], fill: Fill) -> None:
+    """Put the parts' bytes into the records, which torch numbers in the order of the model."""
+    with zipfile.ZipFile(file) as archive, file.open("r+b") as stream:
+        for number, item in enumerate(held.values()):
+            record = archive.getinfo(f"{file.stem}/data/{number}")
+            if record.file_size != sum(part.nbytes for part in item.parts):
+                raise ValueError(f"{file}: record {number} is another tensor")
+            at = _data_start(stream, record)
+            for part in item.parts:
+                fill(stream.fileno(), at, part)
+                at += part.nbytes
 
 
 def _hole(file: Path, size: int) -> None:
@@ -295,7 +226,12 @@ class _Stored:
     dtype: torch.dtype
     offset: tuple[int, ...] | None
     shape: tuple[int, ...]
-    real: bool
+    part: Part | None = None
+
+    @property
+    def kind(self) -> str:
+        """``weight``, ``object`` or ``state`` of the optimizer."""
+        return "weight" if self.part else "object" if self.size is None else "state"
 
 
 @dataclass
@@ -303,16 +239,24 @@ class _Writer:
     """Lays entries end to end in the files of the ranks."""
 
     directory: Path
-    templates: dict[tuple[Any, ...], tuple[bytes, bytes, int]] = field(default_factory=dict)
+    fill: Fill | None
+    templates: dict[tuple[Any, ...], _Template] = field(default_factory=dict)
 
     def write(self, rank: int, entries: list[_Stored]) -> tuple[list[Any], list[Any]]:
-        """A rank's two files; its plan's items, and where the storage put them."""
+        """A rank's three files; its plan's items, and where the storage put them.
+
+        The optimizer's states have the third file for themselves.
+        """
         items, places = [], []
-        for number in range(2):
+        weights = [entry for entry in entries if entry.kind != "state"]
+        states = [entry for entry in entries if entry.kind == "state"]
+        for number, group in enumerate((weights[::2], weights[1::2], states)):
+            if not group:
+                continue
             name = f"__{rank}_{number}.distcp"
             with (self.directory / name).open("wb") as stream:
                 at = 0
-                for entry in entries[number::2]:
+                for entry in group:
                     length = self._put(stream.fileno(), at, entry)
                     items.append(_write_item(entry))
                     index = metadata.MetadataIndex(entry.fqn, _size(entry.offset))
@@ -324,35 +268,57 @@ class _Writer:
         return plan, pickle.loads(pickle.dumps(places))  # noqa: S301 - its own
 
     def _put(self, descriptor: int, at: int, entry: _Stored) -> int:
+        if entry.size is None and self.fill:
+            return os.pwrite(descriptor, _object_bytes(), at)
         if entry.size is None:
             return OBJECT_BYTES
-        if not entry.real:
+        if entry.part is None:
             return OBJECT_BYTES + prod(entry.shape) * entry.dtype.itemsize
         key = (entry.shape, entry.dtype)
         if key not in self.templates:
             self.templates[key] = _template(*key)
-        head, tail, length = self.templates[key]
-        os.pwrite(descriptor, head, at)
-        os.pwrite(descriptor, tail, at + length - len(tail))
-        return length
+        template = self.templates[key]
+        os.pwrite(descriptor, template.head, at)
+        os.pwrite(descriptor, template.tail, at + template.length - len(template.tail))
+        if self.fill:
+            self.fill(descriptor, at + template.start, entry.part)
+        return template.length
 
 
 def _size(values: tuple[int, ...] | None) -> torch.Size | None:
     return None if values is None else torch.Size(values)
 
 
-def _template(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
-    """What ``torch.save`` writes before and behind the data of a tensor, and the whole length."""
+@functools.cache
+def _object_bytes() -> bytes:
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream.getvalue()
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What ``torch.save`` writes around a tensor's data, which begins at ``start``."""
+
+    head: bytes
+    tail: bytes
+    length: int
+    start: int
+
+
+def _template(shape: tuple[int, ...], dtype: torch.dtype) -> _Template:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "archive"
         with torch.serialization.skip_data():
             torch.save(torch.empty(shape, dtype=dtype), file)
         length = file.stat().st_size
         edge = 1024  # both ends are smaller; between them are zeros
-        with file.open("rb") as stream:
+        with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            start = _data_start(stream, archive.getinfo("archive/data/0"))
+            stream.seek(0)
             head = stream.read(edge)
             stream.seek(max(0, length - edge))
-            return head, stream.read(), length
+            return _Template(head, stream.read(), length, start)
 
 
 def _write_item(entry: _Stored) -> Any:  # noqa: ANN401 - torch's class
@@ -365,10 +331,13 @@ def _write_item(entry: _Stored) -> Any:  # noqa: ANN401 - torch's class
     return planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
 
 
-def write_torch_dist(root: Path, model: Model, ranks: Ranks, *, optimizer: bool = True) -> Path:
+def write_torch_dist(
+    root: Path, model: Model, ranks: Ranks, *, optimizer: bool = True, fill: Fill | None = None
+) -> Path:
     """A run's directory in the ``torch_dist`` format, save plans in its index included.
 
-    ``optimizer`` adds the distributed optimizer's states (``dp_reshardable``).
+    ``optimizer`` adds the distributed optimizer's states (``dp_reshardable``). Without ``fill``
+    the weights are holes.
     """
     directory = root / f"iter_{ITERATION:07d}"
     directory.mkdir(parents=True)
@@ -376,7 +345,7 @@ def write_torch_dist(root: Path, model: Model, ranks: Ranks, *, optimizer: bool 
     common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
     torch.save(common, directory / "common.pt")
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')
-    writer = _Writer(directory)
+    writer = _Writer(directory, fill)
     plans: list[Any] = []
     storage: dict[Any, Any] = {}
     for rank, entries in enumerate(_entries_by_rank(model, ranks, optimizer=optimizer)):
@@ -421,52 +390,61 @@ def _add_dense(
 ) -> None:
     a = model.values
     head, tail = outer_tensors(a)
-    placed = [(item, "", None) for item in (head if stage == 0 else ())]
-    stacked = not isinstance(a.moe_layer_freq, list)
+    placed: list[tuple[Tensor, str, int | None]] = []
+    placed += [(item, "", None) for item in (head if stage == 0 else ())]
     for layer in layers:
-        at = "decoder.layers." + ("" if stacked else f"{layer}.")
-        lead = (layer, a.num_layers) if stacked else None
-        placed += [(item, at, lead) for item in layer_tensors(a, layer)]  # type: ignore[misc]
+        placed += [(item, f"decoder.layers.{layer}.", layer) for item in layer_tensors(a, layer)]
     placed += [(item, "", None) for item in (tail if stage == ranks.pp - 1 else ())]
-    for number, (item, at, lead) in enumerate(placed):
+    for number, (item, key, at_layer) in enumerate(placed):
+        at, lead = ("", ()) if at_layer is None else _stacked(a, at_layer)
         for tp, places in enumerate(item.chunks(ranks.tp)):
             # Replicas of a rank over the stage take turns in saving.
             rank = (tp + ranks.tp * number) % ranks.world
-            held[rank] += _stored(at + item.name, item, places, (lead,) if lead else ())
+            held[rank] += _stored(at + item.name, _parts(key + item.name, item, places), item, lead)
         if item.name.endswith("weight") and at:
             module = at + item.name.rpartition(".")[0]
-            place, of = lead or (0, 1)
+            place, of = lead[0] if lead else (0, 1)
             held[0].append(_object(f"{module}._extra_state/shard_{place}_{of}"))
+
+
+def _stacked(a: argparse.Namespace, layer: int) -> tuple[str, Lead]:
+    """A layer's prefix and its place among those it is stacked with, if all layers are alike."""
+    if isinstance(a.moe_layer_freq, list):
+        return f"decoder.layers.{layer}.", ()
+    return "decoder.layers.", ((layer, a.num_layers),)
 
 
 def _add_experts(held: list[list[_Stored]], model: Model, ranks: Ranks, layers: range) -> None:
     a = model.values
     for layer in layers:
+        at, lead = _stacked(a, layer)
         for item in expert_tensors(a) if is_moe(a, layer) else ():
-            name = f"decoder.layers.{layer}.mlp.experts.experts.{item.name}"
+            name = f"{at}mlp.experts.experts.{item.name}"
             for expert in range(a.num_experts):
                 rank = expert // (a.num_experts // ranks.ep) * ranks.etp
+                key = f"decoder.layers.{layer}.mlp.experts.{expert}.{item.name}"
+                both = (*lead, (expert, a.num_experts))
                 for etp, places in enumerate(item.chunks(ranks.etp)):
-                    lead = ((expert, a.num_experts),)
-                    held[rank + etp] += _stored(name, item, places, lead)
-                extra = name.removesuffix("weight") + "_extra_state"
-                held[rank].append(_object(f"{extra}/shard_{expert}.0_{a.num_experts}.1"))
+                    held[rank + etp] += _stored(name, _parts(key, item, places), item, both)
+                shard = ".".join(str(place) for place, _ in both)
+                of = ".".join(str(length) for _, length in both)
+                extra = name.removesuffix("weight") + f"_extra_state/shard_{shard}.0_{of}.1"
+                held[rank].append(_object(extra))
 
 
-def _stored(
-    name: str, item: Tensor, places: Places, lead: tuple[tuple[int, int], ...]
-) -> list[_Stored]:
-    """The chunks of a tensor; ``lead`` is (place, length) of each axis put before its own."""
+def _stored(name: str, parts: list[Part], item: Tensor, lead: Lead) -> list[_Stored]:
+    """The chunks of a tensor; ``lead`` is the place on each axis that is put before its own."""
     size = (*(length for _, length in lead), *item.shape)
     first = tuple(place for place, _ in lead)
+    ones = (1,) * len(lead)
     return [
-        _Stored(name, size, item.dtype, (*first, *at), (*(1 for _ in lead), *shape), real=True)
-        for at, shape in places
+        _Stored(name, size, part.dtype, (*first, *part.start), (*ones, *part.shape), part)
+        for part in parts
     ]
 
 
 def _object(fqn: str) -> _Stored:
-    return _Stored(fqn, None, torch.uint8, None, (), real=False)
+    return _Stored(fqn, None, torch.uint8, None, ())
 
 
 def _add_optimizer(held: list[list[_Stored]], ranks: Ranks, stage: int) -> None:
@@ -481,7 +459,7 @@ def _add_optimizer(held: list[list[_Stored]], ranks: Ranks, stage: int) -> None:
             )
             at = 0
             for length in lengths:
-                part = _Stored(fqn, (sum(lengths),), torch.float32, (at,), (length,), real=False)
+                part = _Stored(fqn, (sum(lengths),), torch.float32, (at,), (length,))
                 entries.append(part)
                 at += length
 
