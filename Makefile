@@ -28,7 +28,7 @@ help:
 	@echo "make test    the default tests; no GPU, no vLLM, no megatron-core"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write docs/cli.md and docs/support.md"
-	@echo "make bench   time the conversion beside cp and a naive conversion"
+	@echo "make bench   time the conversion beside cp and a naive conversion; SIZE=8GB for large ones"
 	@echo "make bench-full-scale   time inspect and --plan on checkpoints of 1 to 11 TB, all holes"
 	@echo "also:        test-slow test-store test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 
@@ -84,8 +84,9 @@ docs: $(VENV)/.app
 bench-full-scale: $(VENV)/.app
 	$(PY) benchmarks/full_scale.py
 
+# SIZE=8GB ROUNDS=5 is the measurement of docs/performance.md; BENCH adds further options.
 bench: $(VENV)/.app
-	$(PY) benchmarks/bench_convert.py
+	$(PY) benchmarks/bench_convert.py $(SIZE:%=--size %) $(ROUNDS:%=--rounds %) $(BENCH)
 
 install: $(VENV)/.app
 install-megatron: $(VENV)/.megatron

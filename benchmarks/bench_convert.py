@@ -1,10 +1,12 @@
-"""Time `ckpt convert` beside `cp` of the same bytes and a naive load-concatenate-save.
+"""Time `ckpt convert` beside `cp` of the files that hold the weights, and what scripts do.
 
-All three run in turn, on the same disk, in processes of their own; each run ends when its
-files are flushed to the disk. The ratios say more than the seconds, which depend on the
-machine. Nothing here fails for being slow: it fails only when the two conversions differ.
+Each contestant is a process of its own, start-up included, and ends when what it wrote is on the
+disk. They run in turn, on the same disk, with the source out of the page cache before each; the
+ratio to `cp` is taken within a round, for the seconds depend on the machine and its hour. Every
+output is compared with what the checkpoint's generator says, bit for bit. Nothing here fails for
+being slow: it fails only when an output differs.
 
-    python benchmarks/bench_convert.py --size 1GB --rounds 3
+    python benchmarks/bench_convert.py --size 8GB --rounds 5 --markdown docs/performance.md
 """
 
 from __future__ import annotations
@@ -12,217 +14,246 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from bench_measure import (
+    Program,
+    RunError,
+    evict,
+    interpreter_peak,
+    measure,
+    read_once,
+)
+from bench_report import Row, Table, machine, write_json, write_markdown
+from full_scale import environment
 from safetensors import safe_open
-from safetensors.torch import save_file
+from synthetic import CASES, expected, weight_files, write_checkpoint
 
 from ckpt.config import parse_size
 
-TP = 4
-HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 5632, 32, 8, 64, 32000
-QKV_ROWS = (HEADS + 2 * GROUPS) * HEAD_DIM
-LAYER = "decoder.layers.{}."
-# What the naive conversion does with each tensor: names inside a layer, by Megatron's.
-PLAIN = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
-# Starts a command from a small process and prints its peak memory: a process started from
-# a large one would be charged with the memory of that.
-LAUNCH = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
-_, status, usage = os.wait4(process.pid, 0)
-print(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-sys.exit(status != 0)
-"""
-OUTSIDE = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
+if TYPE_CHECKING:
+    from megatron_shapes import Model
+    from synthetic import Case
 
-
-def write_checkpoint(directory: Path, size: int) -> int:
-    """A Llama checkpoint of about ``size`` bytes in TP4 files; its number of layers."""
-    layer_bytes = 2 * (QKV_ROWS * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN)
-    layers = max(1, (size - 4 * VOCAB * HIDDEN) // layer_bytes)
-    args = argparse.Namespace(
-        num_layers=layers, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS,
-        group_query_attention=True, num_query_groups=GROUPS, kv_channels=HEAD_DIM,
-        max_position_embeddings=4096, seq_length=4096, vocab_size=VOCAB, swiglu=True,
-        normalization="RMSNorm", norm_epsilon=1e-5, add_bias_linear=False, rotary_base=10000,
-        position_embedding_type="rope", untie_embeddings_and_output_weights=True,
-        params_dtype=torch.bfloat16, padded_vocab_size=VOCAB, tensor_model_parallel_size=TP,
-        pipeline_model_parallel_size=1,
-    )  # fmt: skip
-    for rank in range(TP):
-        file = directory / "iter_0000001" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        file.parent.mkdir(parents=True)
-        torch.manual_seed(rank)
-        state = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": _shard(layers)}
-        torch.save(state, file)
-    (directory / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
-    return layers
-
-
-def _shard(layers: int) -> dict[str, torch.Tensor]:
-    def random(*shape: int) -> torch.Tensor:
-        bits = torch.randint(2**14, shape, dtype=torch.int16)  # of finite values
-        return bits.view(torch.bfloat16)
-
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    shard = {name: random(VOCAB // TP, HIDDEN) for name in OUTSIDE if "norm" not in name}
-    shard["decoder.final_layernorm.weight"] = ones.clone()
-    for index in range(layers):
-        prefix = LAYER.format(index)
-        shard[f"{prefix}self_attention.linear_qkv.layer_norm_weight"] = ones.clone()
-        shard[f"{prefix}self_attention.linear_qkv.weight"] = random(QKV_ROWS // TP, HIDDEN)
-        shard[f"{prefix}self_attention.linear_proj.weight"] = random(HIDDEN, HIDDEN // TP)
-        shard[f"{prefix}mlp.linear_fc1.layer_norm_weight"] = ones.clone()
-        shard[f"{prefix}mlp.linear_fc1.weight"] = random(2 * FFN // TP, HIDDEN)
-        shard[f"{prefix}mlp.linear_fc2.weight"] = random(HIDDEN, FFN // TP)
-    return shard
-
-
-def convert_naively(source: Path, output: Path) -> None:
-    """What most scripts do: load every rank, concatenate, save once."""
-    files = sorted(source.glob("iter_*/mp_rank_*/model_optim_rng.pt"))
-    ranks = [torch.load(file, weights_only=False) for file in files]
-    args, shards = ranks[0]["args"], [rank["model"] for rank in ranks]
-    merged = {new: _join(old, shards) for old, new in OUTSIDE.items()}
-    for index in range(args.num_layers):
-        here, there = LAYER.format(index), f"model.layers.{index}."
-        for old, new in PLAIN.items():
-            merged[there + new] = _join(here + old, shards)
-        qkv = _join(f"{here}self_attention.linear_qkv.weight", shards)
-        parts = [HEADS // GROUPS * HEAD_DIM, HEAD_DIM, HEAD_DIM]
-        for name, part in zip("qkv", torch.split(_grouped(qkv), parts, dim=1), strict=True):
-            merged[f"{there}self_attn.{name}_proj.weight"] = part.reshape(-1, HIDDEN)
-        halves = [shard[f"{here}mlp.linear_fc1.weight"].chunk(2) for shard in shards]
-        merged[f"{there}mlp.gate_proj.weight"] = torch.cat([half[0] for half in halves])
-        merged[f"{there}mlp.up_proj.weight"] = torch.cat([half[1] for half in halves])
-    output.mkdir()
-    save_file(merged, output / "model.safetensors")
-
-
-def _grouped(qkv: torch.Tensor) -> torch.Tensor:
-    return qkv.view(GROUPS, -1, HIDDEN)
-
-
-def _join(name: str, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    if "norm" in name:
-        return shards[0][name]
-    columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-    return torch.cat([shard[name] for shard in shards], dim=1 if columns else 0)
+NAIVE = Path(__file__).resolve().parent / "bench_naive.py"
+DEFAULT_CASES = [name for name in CASES if name != "moe-torch-ep4"]
+DEFAULT_SIZES = ["0.5GB", "2GB"]
+BAR, HARD_BAR = 1.15, 1.3  # at 8 GB; the second for a cast and for thousands of small tensors
+COPY = "cp"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One measured process."""
+class Contestant:
+    """A program in the race; ``command`` lacks source and output, ``slow`` ones run once."""
 
-    seconds: float
-    peak_bytes: int
+    name: str
+    command: tuple[str | Path, ...]
+    options: tuple[str, ...] = ()
+    ours: bool = False
+    fresh: bool = False
+    slow: bool = False
 
 
-def measure(command: list[str], output: Path) -> Run:
-    """Run a command that writes ``output``, until what it wrote is on the disk."""
-    shutil.rmtree(output, ignore_errors=True)
-    os.sync()
+@dataclass(frozen=True)
+class Race:
+    """One checkpoint, and where outputs and ckpt's own cache lie."""
+
+    case: Case
+    model: Model
+    source: Path
+    place: Path
+    warm: bool
+
+    @property
+    def output(self) -> Path:
+        """Where every contestant writes."""
+        return self.place / "output"
+
+    @property
+    def cache(self) -> Path:
+        """Where ckpt keeps what it has proved."""
+        return self.place / "cache"
+
+    def program(self, contestant: Contestant) -> Program:
+        """The command of a contestant for this checkpoint."""
+        if contestant.name == COPY:
+            command = [*contestant.command, self.output, *self.files(), self.output]
+            return Program(command, self.output, os.environ)
+        command = [*contestant.command, self.source, self.output, *contestant.options]
+        own = {"XDG_CACHE_HOME": str(self.cache), "HF_HUB_OFFLINE": "1"}
+        limit = 0 if contestant.ours else _available() * 8 // 10
+        return Program(command, self.output, {**environment(), **own}, limit)
+
+    def files(self) -> list[Path]:
+        """The files of the weights."""
+        return weight_files(self.source)
+
+    def prepare(self, contestant: Contestant) -> None:
+        """Bring the caches into the state that a run begins with."""
+        if contestant.fresh:
+            shutil.rmtree(self.cache, ignore_errors=True)
+        files = [file for file in self.source.rglob("*") if file.is_file()]
+        read_once(self.files()) if self.warm else evict(files)
+
+
+def contestants(case: Case, workers: list[int]) -> list[Contestant]:
+    """Who runs, in this order."""
+    never = "--reflink=never" if sys.platform == "linux" else ""
+    copy = ("sh", "-c", f'mkdir "$1" && shift && exec cp --parents {never} "$@"', "cp")
+    convert = (sys.executable, "-m", "ckpt", "convert")
+    cast = ("--dtype", "bf16") if case.fp32 else ()
+    plain = ("--quiet", *cast)
+    several = [
+        Contestant(f"ckpt, {n} workers", convert, (*plain, "--workers", str(n)), ours=True)
+        for n in (workers if _has_workers() else [])
+    ]
+    naive = ("--bf16",) if case.fp32 else ()
+    return [
+        Contestant(COPY, copy, ours=True),
+        Contestant("ckpt, first run", convert, plain, ours=True, fresh=True),
+        Contestant("ckpt", convert, plain, ours=True),
+        *several,
+        Contestant("torch + safetensors", (sys.executable, NAIVE), naive, slow=True),
+    ]
+
+
+def _has_workers() -> bool:
+    command = [sys.executable, "-m", "ckpt", "convert", "--help"]
+    return "--workers" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _available() -> int:
+    """Memory that programs can have now."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def check_output(race: Race, output: Path) -> None:
+    """Exit if a converted model is not what it must be, bit for bit."""
+    opened: list[Any] = [safe_open(file, "pt") for file in output.glob("*.safetensors")]
+    places = {name: file for file in opened for name in list(file.keys())}
+    for name, value in expected(race.case, race.model):
+        file = places.pop(name, None)
+        found = file.get_tensor(name) if file else None
+        if found is None or found.dtype is not value.dtype or found.shape != value.shape:
+            sys.exit(f"{output}: {name} is missing or of another type or shape")
+        if not torch.equal(_bits(found), _bits(value)):
+            sys.exit(f"{output}: {name} differs")
+    if places:
+        sys.exit(f"{output}: there is no such tensor: {', '.join(places)}")
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.int32 if value.dtype is torch.float32 else torch.int16)
+
+
+def compete(race: Race, entered: list[Contestant], options: argparse.Namespace) -> list[Row]:
+    """Run everyone in turn, some rounds long; the rows of the table."""
+    rows = {
+        entry.name: Row(entry.name, _bar(race.case, entry), _is_worker(entry)) for entry in entered
+    }
+    for turn in range(options.rounds):
+        for entry in entered:
+            row = rows[entry.name]
+            if row.failure or (entry.slow and turn >= options.slow_rounds):
+                continue
+            race.prepare(entry)
+            try:
+                run = measure(race.program(entry))
+            except RunError as error:
+                if entry.ours or not error.out_of_memory:
+                    sys.exit(f"{entry.name}: {error}")
+                row.failure = "out of memory"
+                continue
+            row.runs.append(run)
+            row.ratios.append(run.seconds / rows[COPY].runs[turn].seconds)
+            print(f"  round {turn + 1}: {entry.name} {run.seconds:.2f} s", file=sys.stderr)
+            if turn == 0 and entry.name != COPY:
+                check_output(race, race.output)
+            shutil.rmtree(race.output)
+    return list(rows.values())
+
+
+def _is_worker(contestant: Contestant) -> bool:
+    return contestant.ours and contestant.name != COPY and not contestant.fresh
+
+
+def _bar(case: Case, contestant: Contestant) -> float | None:
+    if contestant.name == COPY or not contestant.ours:
+        return None
+    return HARD_BAR if case.fp32 or case.kind == "moe" else BAR
+
+
+def run_case(name: str, size: int, place: Path, options: argparse.Namespace) -> Table:
+    """Write a checkpoint, let them run, take it away."""
+    case, source = CASES[name], place / "source"
     started = time.monotonic()
-    launch = [sys.executable, "-I", "-S", "-c", LAUNCH, *command]
-    peak = subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True).stdout
-    for file in output.rglob("*"):
-        _flush(file)
-    return Run(time.monotonic() - started, int(peak))
+    model = write_checkpoint(source, case, size)
+    race = Race(case, model, source, place, options.warm)
+    stored = sum(file.stat().st_size for file in race.files())
+    rows = compete(race, contestants(case, options.workers), options)
+    shutil.rmtree(source)
+    weights = sum(value.nbytes for _, value in expected(case, model))
+    a = model.values
+    print(f"  {name}: {time.monotonic() - started:.0f} s in all", file=sys.stderr)
+    title = (
+        f"{name}, {stored / 1e9:.2f} GB: {a.num_layers} layers, "
+        f"{f'{a.num_experts} experts each, ' if a.num_experts else ''}"
+        f"{'fp32 to bf16' if case.fp32 else 'bf16'}, {_ranks(case)}"
+    )
+    return Table(title, name, weights, interpreter_peak(), rows)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def same_tensors(one: Path, other: Path) -> bool:
-    """Whether two model directories hold the same tensors, bit for bit."""
-    with safe_open(other / "model.safetensors", "pt") as right:
-        names, seen = set(right.keys()), set()
-        for file in sorted(one.glob("model*.safetensors")):
-            with safe_open(file, "pt") as left:
-                for name in left.keys():  # noqa: SIM118 - not a dict
-                    pair = left.get_tensor(name), right.get_tensor(name)
-                    if not torch.equal(*(tensor.view(torch.int16) for tensor in pair)):
-                        return False
-                    seen.add(name)
-    return names == seen
-
-
-def compare(directory: Path, size: int, rounds: int) -> None:
-    """Measure the three in turn and print one line each."""
-    source, script = directory / "source", str(Path(__file__).resolve())
-    layers = write_checkpoint(source, size)
-    stored = sum(file.stat().st_size for file in source.rglob("*.pt"))
-    print(f"Llama, {layers} layers, TP{TP}, bf16, {stored / 1e9:.2f} GB, best of {rounds}")
-    outputs = {name: directory / name for name in ("cp", "ckpt", "naive")}
-    commands = {
-        "cp": ["cp", "-r", str(source), str(outputs["cp"])],
-        "ckpt": [
-            sys.executable, "-m", "ckpt", "convert", str(source), str(outputs["ckpt"]), "--quiet",
-        ],
-        "naive": [sys.executable, script, "--naive", str(source), str(outputs["naive"])],
-    }  # fmt: skip
-    runs: dict[str, list[Run]] = {name: [] for name in commands}
-    for _ in range(rounds):
-        for name, command in commands.items():
-            runs[name].append(measure(command, outputs[name]))
-    if not same_tensors(outputs["ckpt"], outputs["naive"]):
-        sys.exit("the two conversions differ")
-    report(runs, stored)
-
-
-def report(runs: dict[str, list[Run]], stored: int) -> None:
-    """Seconds, ratio to cp, speed and peak memory of each contestant."""
-    base = min(run.seconds for run in runs["cp"])
-    print(f"{'':8}{'best s':>8}{'median s':>10}{'x cp':>7}{'MB/s':>8}{'peak MiB':>10}")
-    for name, measured in runs.items():
-        seconds = [run.seconds for run in measured]
-        best, peak = min(seconds), max(run.peak_bytes for run in measured)
-        print(
-            f"{name:8}{best:8.2f}{statistics.median(seconds):10.2f}{best / base:7.2f}"
-            f"{stored / best / 1e6:8.0f}{peak / 2**20:10.0f}"
-        )
-    print("ckpt and the naive conversion gave the same tensors, bit for bit")
+def _ranks(case: Case) -> str:
+    ranks = case.ranks
+    experts = f" x EP{ranks.ep}, expert TP{ranks.etp}" if ranks.ep > 1 else ""
+    return f"TP{ranks.tp} x PP{ranks.pp}{experts}"
 
 
 def parse(arguments: list[str]) -> Any:  # noqa: ANN401 - argparse's namespace
     """The script's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", type=parse_size, default="1GB", help="of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant")
-    parser.add_argument("--directory", type=Path, help="where the files are written")
-    parser.add_argument("--naive", nargs=2, type=Path, metavar="DIR", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--size", action="append", help="bytes of weights; may be repeated")
+    add("--case", action="append", choices=CASES, help="may be repeated")
+    add("--rounds", type=int, default=3, help="runs of each contestant")
+    add("--slow-rounds", type=int, default=1, help="runs of those that load everything")
+    add("--workers", type=int, action="append", help="may be repeated; as many as cores")
+    add("--warm", action="store_true", help="read the source before each run")
+    add("--directory", type=Path, help="where the files are written; 2.2 times the size")
+    add("--json", type=Path, metavar="FILE", help="write every run there")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    options = parser.parse_args(arguments)
+    options.sizes = [parse_size(size) for size in options.size or DEFAULT_SIZES]
+    options.workers = options.workers or [max(2, os.cpu_count() or 1)]
+    return options
 
 
 def main() -> None:
-    """Compare, or be the naive contestant."""
-    options = parse(sys.argv[1:])
-    if options.naive:
-        convert_naively(*options.naive)
-        return
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        compare(Path(directory), options.size, options.rounds)
+    """Run every case of every size."""
+    options, tables = parse(sys.argv[1:]), []
+    rounds = f"{options.rounds} rounds, source {'warm' if options.warm else 'cold'}"
+    print(f"{machine()}; {rounds}; load {os.getloadavg()[0]:.1f}\n", flush=True)
+    for size in options.sizes:
+        for name in options.case or DEFAULT_CASES:
+            with tempfile.TemporaryDirectory(dir=options.directory) as place:
+                if shutil.disk_usage(place).free < 2.2 * size:
+                    sys.exit(f"{place}: less than {2.2 * size / 1e9:.1f} GB are free")
+                table = run_case(name, size, Path(place), options)
+            tables.append(table)
+            print(table.as_text(), end="\n\n", flush=True)
+            write_json(options.json, rounds, tables)
+            write_markdown(options.markdown, rounds, tables)
 
 
 if __name__ == "__main__":
