@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.convert.rounding import (
-    INFINITY,
-    PIECE,
-    Scratch,
-    bits_kind,
-    convert,
-    count_of,
-    doubled_range,
-)
+from ckpt.convert.rounding import PIECE, Outcome, Scratch, all_finite, bits_kind, convert
 from ckpt.convert.steps import AddOne, Combined, result_dtype
 from ckpt.tensors import Combine, DType
 
@@ -85,24 +77,22 @@ class Stepper:
 
     def _apply_piece(self, piece: np.ndarray, out: np.ndarray) -> None:
         rows = [_elements(row, self.dtype) for row in piece.reshape(-1, piece.shape[-1])]
-        values, dtype, greatest = rows[0], self.dtype, None
+        values, dtype, finite = rows[0], self.dtype, False
         for number, step in enumerate(self.steps):
             to = result_dtype(dtype, (step,))
             held = self._room(out, number, to, values.size)
             if isinstance(step, Combined):
-                greatest = self._combine(rows, step, held)
+                finite = self._combine(rows, step, held)
             elif isinstance(step, AddOne):
-                greatest = self._add(values, dtype, step.amount, held)
+                finite = self._add(values, dtype, step.amount, held)
             else:
-                greatest = self._cast(values, dtype, to, held)
+                finite = self._count(convert(values, dtype, to, held, self._scratch))
             values, dtype = held, to
         if not np.may_share_memory(values, out):
             np.copyto(out, values.view(np.uint8))
-        if self.found is None:
-            return
-        if greatest is not None and greatest < 2 * INFINITY[dtype]:
+        if self.found is not None and finite:
             self.found.skip(piece.shape[-1])
-        else:
+        elif self.found is not None:
             self.found.add(piece)
 
     def _room(self, out: np.ndarray, number: int, dtype: DType, size: int) -> np.ndarray:
@@ -113,46 +103,33 @@ class Stepper:
                 return place
         return self._scratch.of(f"step {number}", bits_kind(dtype), size)
 
-    def _cast(self, values: np.ndarray, dtype: DType, to: DType, held: np.ndarray) -> int:
-        scratch, over, under = self._scratch, 0, 0
-        least, greatest = convert(values, dtype, to, held, scratch)
-        if greatest >= 2 * INFINITY[to]:
-            over = count_of(held, INFINITY[to], scratch) - _infinite(values, dtype, scratch)
-        if least == 0:
-            under = count_of(held, 0, scratch) - count_of(values, 0, scratch)
+    def _count(self, outcome: Outcome) -> bool:
+        over, under = outcome.overflowed, outcome.underflowed
         self.report.count(self.name, overflowed=over, underflowed=under)
-        return greatest
+        return outcome.finite
 
-    def _add(self, values: np.ndarray, dtype: DType, amount: int, held: np.ndarray) -> int:
+    def _add(self, values: np.ndarray, dtype: DType, amount: int, held: np.ndarray) -> bool:
         convert(values, dtype, DType.F32, held, self._scratch)
         np.add(held.view("f4"), amount, out=held.view("f4"))
-        return doubled_range(held, self._scratch)[1]
+        return all_finite(held, DType.F32, self._scratch)
 
-    def _combine(self, rows: list[np.ndarray], step: Combined, held: np.ndarray) -> int:
-        scratch, size, dtype = self._scratch, held.size, self.dtype
-        total, share = scratch.of("total", "f8", size), scratch.of("share", "f8", size)
+    def _combine(self, rows: list[np.ndarray], step: Combined, held: np.ndarray) -> bool:
+        scratch, dtype = self._scratch, self.dtype
+        total = scratch.of("total", "f8", held.size)
         total[:] = 0
         for row in rows:
-            if dtype is DType.F64:
-                np.add(total, row.view("f8"), out=total)
-                continue
-            single = scratch.of("copy", "u4", size)
-            convert(row, dtype, DType.F32, single, scratch)
-            np.add(total, single.view("f4"), out=total)
-        np.divide(total, step.count if step.how is Combine.MEAN else 1, out=share)
-        _, greatest = convert(share.view("u8"), DType.F64, dtype, held, scratch)
-        if greatest >= 2 * INFINITY[dtype]:
-            lost = count_of(held, INFINITY[dtype], scratch)
-            lost -= _infinite(total.view("u8"), DType.F64, scratch)
-            self.report.count(self.name, overflowed=lost)
-        return greatest
+            copy = row
+            if dtype is not DType.F64:
+                copy = scratch.of("copy", "u4", held.size)
+                convert(row, dtype, DType.F32, copy, scratch)
+            np.add(total, copy.view(f"f{copy.itemsize}"), out=total)
+        if step.how is Combine.MEAN:
+            np.divide(total, step.count, out=total)
+        outcome = convert(total.view("u8"), DType.F64, dtype, held, scratch)
+        return self._count(outcome._replace(underflowed=0))
 
 
 def _elements(content: np.ndarray, dtype: DType) -> np.ndarray:
     """Bytes as elements, copied where they lie at an address that NumPy would work around."""
     elements = content.view(bits_kind(dtype))
     return elements if elements.flags.aligned else elements.copy()
-
-
-def _infinite(values: np.ndarray, dtype: DType, scratch: Scratch) -> int:
-    return 0 if dtype is DType.F8_E4M3 else count_of(values, INFINITY[dtype], scratch)

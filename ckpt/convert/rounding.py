@@ -11,6 +11,7 @@ stay in the processor's cache. Each pass is a plain ufunc, which releases the in
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,31 +50,28 @@ def bits_kind(dtype: DType) -> str:
     return f"u{dtype.itemsize}"
 
 
-def doubled_range(bits: np.ndarray, scratch: Scratch) -> tuple[int, int]:
-    """The least and the greatest of the bits without their sign, times two.
+class Outcome(NamedTuple):
+    """What became of a piece: values that are infinite or zero now and were not before.
 
-    Without the sign, bit patterns are in the order of the values they stand for.
+    ``finite`` says that the result holds numbers alone, and so did what it was made of.
     """
-    doubled = scratch.of("doubled", bits.dtype.str[1:], bits.size)
-    np.add(bits, bits, out=doubled)
-    return int(doubled.min()), int(doubled.max())
+
+    overflowed: int
+    underflowed: int
+    finite: bool
 
 
-def count_of(bits: np.ndarray, magnitude: int, scratch: Scratch) -> int:
-    """How many elements have these bits, whatever their sign."""
-    doubled = scratch.of("doubled", bits.dtype.str[1:], bits.size)
-    np.add(bits, bits, out=doubled)
-    if magnitude:
-        return int(np.count_nonzero(doubled == 2 * magnitude))
-    return bits.size - int(np.count_nonzero(doubled))
+def all_finite(bits: np.ndarray, dtype: DType, scratch: Scratch) -> bool:
+    """Whether none is infinite or NaN."""
+    return bool(_doubled(bits, scratch).max() < 2 * INFINITY[dtype])
 
 
 def convert(
     bits: np.ndarray, source: DType, to: DType, out: np.ndarray, scratch: Scratch
-) -> tuple[int, int]:
-    """Fill ``out`` with the bits of the same values in ``to``: F32, BF16, F16 or ``source`` itself.
+) -> Outcome:
+    """Fill ``out`` with the bits of the same values in ``to``.
 
-    Returns the range of the result, as :func:`doubled_range` does.
+    That is F32, BF16, F16 or ``source`` itself; raises ValueError for another.
     """
     if source is to:
         np.copyto(out, bits)
@@ -86,42 +84,62 @@ def convert(
         np.take(_table(source, to), places, out=out, mode="clip")
     else:
         return _from_wide(bits, source, to, out, scratch)
-    return doubled_range(out, scratch)
+    return _compare(bits, source, to, out, scratch)
 
 
 def _from_wide(
     bits: np.ndarray, source: DType, to: DType, out: np.ndarray, scratch: Scratch
-) -> tuple[int, int]:
+) -> Outcome:
+    single = bits
     if source is DType.F64:
         single = out if to is DType.F32 else scratch.of("single", "u4", bits.size)
         np.copyto(single.view("f4"), bits.view("f8"), casting="same_kind")
-        bits = single
     if to is DType.BF16:
-        return _to_bf16(bits, out, scratch)
-    if to is DType.F16:
-        np.copyto(out.view("f2"), bits.view("f4"), casting="same_kind")
+        _round_to_bf16(single, out, scratch)
+    elif to is DType.F16:
+        np.copyto(out.view("f2"), single.view("f4"), casting="same_kind")
     elif to is not DType.F32:
         raise ValueError(f"no cast to {to.name}")
-    return doubled_range(out, scratch)
+    found = _compare(bits, source, to, out, scratch)
+    # A NaN that became a number became zero, and was counted as such.
+    suspect = to is DType.BF16 and (found.underflowed or not found.finite)
+    if suspect and _mend_nan(single, out):
+        return _compare(bits, source, to, out, scratch)
+    return found
 
 
-def _to_bf16(bits: np.ndarray, out: np.ndarray, scratch: Scratch) -> tuple[int, int]:
-    _round_to_bf16(bits, out, scratch)
-    least, greatest = doubled_range(out, scratch)
-    if least and greatest < 2 * INFINITY[DType.BF16]:
-        return least, greatest
-    nan = np.isnan(bits.view("f4"))
-    if nan.any():
-        out[nan] = (bits[nan] >> 16) | _QUIET_BF16
-        return doubled_range(out, scratch)
-    return least, greatest
+def _compare(
+    bits: np.ndarray, source: DType, to: DType, out: np.ndarray, scratch: Scratch
+) -> Outcome:
+    """Count what was lost; a look at the least and the greatest shows that mostly nothing was.
+
+    Without the sign, bit patterns are in the order of the values they stand for.
+    """
+    doubled, infinity, over, under = _doubled(out, scratch), 2 * INFINITY[to], 0, 0
+    finite = bool(doubled.max() < infinity)
+    if not finite:
+        over = int(np.count_nonzero(doubled == infinity))
+    if not doubled.min():
+        under = doubled.size - int(np.count_nonzero(doubled))
+    if over and source is not DType.F8_E4M3:
+        over -= int(np.count_nonzero(_doubled(bits, scratch) == 2 * INFINITY[source]))
+    if under:
+        under -= bits.size - int(np.count_nonzero(_doubled(bits, scratch)))
+    return Outcome(over, under, finite)
+
+
+def _doubled(bits: np.ndarray, scratch: Scratch) -> np.ndarray:
+    """The bits without their sign, times two."""
+    doubled = scratch.of("doubled", bits.dtype.str[1:], bits.size)
+    np.add(bits, bits, out=doubled)
+    return doubled
 
 
 def _round_to_bf16(bits: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
     """Add just under half of what is cut off, and the last bit that is kept; then cut.
 
-    A carry goes on into the exponent, up to infinity, which is as it should be. A NaN may have
-    become infinity or zero: the caller mends it.
+    A carry goes on into the exponent, up to infinity, which is as it should be. It may also
+    make a NaN infinite or zero: the caller mends that.
     """
     wide = scratch.of("wide", "u4", bits.size)
     np.right_shift(bits, 16, out=wide)
@@ -130,6 +148,12 @@ def _round_to_bf16(bits: np.ndarray, out: np.ndarray, scratch: Scratch) -> None:
     np.add(wide, bits, out=wide)
     np.right_shift(wide, 16, out=wide)
     np.copyto(out, wide, casting="same_kind")
+
+
+def _mend_nan(single: np.ndarray, out: np.ndarray) -> bool:
+    nan = np.isnan(single.view("f4"))
+    out[nan] = (single[nan] >> 16) | _QUIET_BF16
+    return bool(nan.any())
 
 
 @lru_cache
