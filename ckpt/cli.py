@@ -281,7 +281,8 @@ def convert(
     chosen = {name: values.pop(name) for name in ("shard_index", "num_shards", "finalize")}
     options = parse_options(ConvertOptions, {**values, "cache": _cache_root()})
     if only_plan:
-        _emit(plan_with_proof(source, options, iteration=iteration), as_json=as_json)
+        planned = plan_with_proof(source, options, iteration=iteration, output=output)
+        _emit(planned, as_json=as_json)
         return
     share = choose_share(os.environ, **chosen)
     progress = Terminal(quiet=quiet, as_json=as_json)

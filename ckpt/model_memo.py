@@ -29,6 +29,7 @@ KEPT_FILES = 64
 KEPT_BYTES = 64 * 2**20  # a model of 256 experts takes some megabytes
 _LIBRARIES = ("transformers", "torch")
 _DIGITS = 16
+_OF_ELEMENTS = {"dtype", "torch_dtype"}  # they change neither names nor shapes
 _FIELDS = ("model_class", "transformers", "stored", "loaded", "tied", "ignored", "prefix")
 _BESIDE = re.compile(rb"^\s*from \.\.(\w+)", re.MULTILINE)
 _DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -90,7 +91,9 @@ class ModelMemo:
         if not self._libraries:
             return None
         package = _package("transformers")
-        text = json.dumps(config, sort_keys=True)
+        text = json.dumps(
+            {k: v for k, v in config.items() if k not in _OF_ELEMENTS}, sort_keys=True
+        )
         digest = sha256(f"{text}\n".encode())
         for name, size, time in _stamps(_model_files(package, str(config.get("model_type", "")))):
             digest.update(f"{name} {size} {time}\n".encode())

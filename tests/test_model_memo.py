@@ -163,7 +163,7 @@ def test_another_version_of_a_library_is_a_miss(tmp_path, libraries, library):
 )
 def test_another_config_is_a_miss(tmp_path, changes):
     keep(tmp_path)
-    assert kept(tmp_path, dict(reversed(CONFIG.items())))
+    assert kept(tmp_path, {"dtype": "float16", **dict(reversed(CONFIG.items()))})
     assert not kept(tmp_path, {**CONFIG, **changes})
 
 

@@ -14,6 +14,7 @@ from ckpt.arch import choose_architecture, refuse_foreign
 from ckpt.completeness import prove
 from ckpt.convert.conversion import Conversion, ConvertReport, Copied, PartReport
 from ckpt.convert.hf_files import Tokenizer, build_config, read_tokenizer
+from ckpt.convert.needs import needs_of
 from ckpt.convert.plan import Plan, build_plan
 from ckpt.convert.reference import (
     Reference,
@@ -181,11 +182,21 @@ def prove_conversion(conversion: Conversion, builder: ModelBuilder) -> Conversio
 
 
 def plan_with_proof(
-    source: Path, options: ConvertOptions, *, iteration: IterationChoice = "latest"
+    source: Path,
+    options: ConvertOptions,
+    *,
+    iteration: IterationChoice = "latest",
+    output: Path | None = None,
 ) -> Conversion:
-    """What :func:`convert_checkpoint` would do, proved and not done; raises as it does."""
+    """What :func:`convert_checkpoint` would do, proved and not done; raises as it does.
+
+    With its needs where ``output`` is given; a disk that is too small is said, not raised.
+    """
     with ModelBuilder(options.cache) as builder:
-        return prove_conversion(plan_conversion(source, options, iteration=iteration), builder)
+        conversion = plan_conversion(source, options, iteration=iteration)
+        if output is not None:
+            conversion = replace(conversion, needs=needs_of(conversion, output, options.workers))
+        return prove_conversion(conversion, builder)
 
 
 def carry_out(

@@ -18,6 +18,7 @@ from ckpt.convert.checks import compare_copies, describe_drift
 from ckpt.convert.collect import check_finished, part_report
 from ckpt.convert.conversion import ConvertReport, PartReport, describe_outcome
 from ckpt.convert.crew import Crew, Done, Here, Job, carry_through, choose_workers
+from ckpt.convert.needs import needs_of
 from ckpt.convert.run import Run, unit_bytes
 from ckpt.convert.share import deal
 from ckpt.convert.units import Written, copy_unchanged, read_receipt, write_unit
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckpt.convert.conversion import Conversion
     from ckpt.convert.locks import Claim
     from ckpt.convert.plan import Check
+    from ckpt.convert.units import Unit
 
 _CHECK_JOBS = 32  # stored copies are compared in so many jobs, for workers to share
 
@@ -57,7 +59,12 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
             note(f"note: {text}")
         if run.share.finalize:
             check_finished(run)
-        elif run.is_part:
+        else:
+            own = {unit.name for unit in _own_units(run)} if run.is_part else None
+            needs = needs_of(run.conversion, output, run.options.workers, own)
+            needs.room.check()
+            note(needs.as_line())
+        if run.is_part:
             staging.open_stage(claim, run.purpose, run.share, note)
         compared, drift = _compare(run)
         if drift:
@@ -136,11 +143,13 @@ def _check_bytes(check: Check) -> int:
     return check.first.nbytes
 
 
+def _own_units(run: Run) -> list[Unit]:
+    return list(run.share.of_items(run.units, unit_bytes) if run.is_part else run.units)
+
+
 def _write_weights(run: Run, claim: Claim, stage: Path) -> list[Written]:
     """Write the files of this share that are not there; all of the share's in order."""
-    units = run.units
-    if run.is_part:
-        units = run.share.of_items(units, unit_bytes)
+    units = _own_units(run)
     found = {unit.name: kept for unit in units if (kept := read_receipt(stage, unit))}
     lacking = [unit for unit in units if unit.name not in found]
     kept_bytes = sum(unit.nbytes for unit in units if unit.name in found)

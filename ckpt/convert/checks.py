@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpt.convert.plan import Check
-    from ckpt.convert.read import Stamp
+    from ckpt.storage import Stamp
 
 # How far ranks' copies may have drifted apart, as a share of the tensor's largest value: eight
 # steps of bfloat16 at 1. Rounding that differs from rank to rank stays below it; another layer's

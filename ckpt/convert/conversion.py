@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt.arch import Architecture
     from ckpt.completeness import Proof
     from ckpt.config import ConvertOptions
+    from ckpt.convert.needs import Needs
     from ckpt.convert.plan import Plan
     from ckpt.convert.reference import Comparison
     from ckpt.convert.share import Share
@@ -50,13 +51,15 @@ class Conversion:
     fingerprint: str
     reference: Comparison | None = None
     proof: Proof | None = None
+    needs: Needs | None = None
 
     def as_text(self) -> str:
         """The plan in full, for ``--plan``."""
         proof = [self.proof.as_text()] if self.proof else []
         compared = [self.reference.as_text()] if self.reference else []
         notes = [f"note: {note}" for note in self.notes]
-        parts = [self.summary(), *proof, *notes, *compared]
+        needs = [self.needs.as_text()] if self.needs else []
+        parts = [self.summary(), *proof, *notes, *compared, *needs]
         return "\n".join([*parts, describe_plan(self.plan, self.files)])
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Conversion:
             "bytes": self.plan.nbytes,
             "notes": list(self.notes),
             "proof": self.proof.as_dict() if self.proof else None,
+            "needs": self.needs.as_dict() if self.needs else None,
             "reference": self.reference.as_dict() if self.reference else None,
             "config": dict(self.config),
             "files": [

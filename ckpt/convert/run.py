@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ckpt.config import ConvertOptions
     from ckpt.convert.conversion import Conversion
-    from ckpt.convert.read import Stamp
     from ckpt.progress import Progress
+    from ckpt.storage import Stamp
 
 
 @dataclass(frozen=True)
