@@ -91,6 +91,23 @@ def megatron_checkpoints(request, tmp_path_factory):
     return lambda layouts: write_checkpoints(root, list(layouts))
 
 
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Runs of the command line that are cheap to start, and to kill."""
+    from faults import Forks
+
+    with Forks(tmp_path_factory.mktemp("forks")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def whole(forks, tmp_path_factory):
+    """A checkpoint of some MB and its conversion that nothing disturbed."""
+    from faults import convert_undisturbed
+
+    return convert_undisturbed(forks, tmp_path_factory.mktemp("whole"))
+
+
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
     """Where tests' temporary files go; its path is short, as those of sockets must be."""
