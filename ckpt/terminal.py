@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ _MOST_SECONDS_BETWEEN_LINES = 60.0
 class Terminal:
     """Progress on stderr: a bar where a person watches, a line now and then in a log.
 
+    A terminal that is gone or a log on a full disk loses lines, and never ends the work.
     Events go to stdout, a line of JSON each, for whoever asked for JSON.
     """
 
@@ -82,13 +84,15 @@ class Terminal:
     def finish(self) -> None:
         """End the bar of the work that began last."""
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
     def note(self, text: str) -> None:
         """Print one line, above a bar that is running."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with suppress(OSError):
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
             self._print(text)
 
@@ -96,10 +100,12 @@ class Terminal:
         """Print a line of JSON at once, if these were asked for."""
         if self._as_json:
             line = json.dumps({"event": name, **facts}, default=str)
-            print(line, flush=True)  # noqa: T201 - this is the terminal
+            with suppress(OSError):
+                print(line, flush=True)  # noqa: T201 - this is the terminal
 
     def _print(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is the terminal
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is the terminal
 
     def _begin_bar(self) -> None:
         from rich.console import Console  # noqa: PLC0415 - only where a bar is drawn
@@ -118,7 +124,8 @@ class Terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
-        self._bar.start()
+        with suppress(OSError):
+            self._bar.start()
 
 
 def _amount(count: int | None, unit: str) -> str:

@@ -51,8 +51,9 @@ class Forks(AbstractContextManager["Forks"]):
 
     def __exit__(self, *_: object) -> None:
         """End it."""
-        self._process.stdin.close()
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
         self._process.wait(60)
 
     def run(self, source: Path, out: Path, *options: object, **order: Any) -> Outcome:
@@ -67,17 +68,22 @@ class Forks(AbstractContextManager["Forks"]):
             "stdout": str(self._place / "stdout"), "stderr": str(text), "events": str(events),
             **order,
         }  # fmt: skip
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        answer = self._answer(json.dumps(order))
         seen = json.loads(events.read_text()) if events.exists() else []
         said = text.read_text() if text.exists() else ""
         return Outcome(answer["code"], answer["seconds"], said, tuple(seen))
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+    def _answer(self, order: str | None = None) -> dict[str, Any]:
+        commands, answers = self._process.stdin, self._process.stdout
+        assert commands
+        assert answers
+        if order is not None:
+            commands.write(f"{order}\n")
+            commands.flush()
+        line = answers.readline()
         assert line, "the process that forks is gone"
-        return json.loads(line)
+        found: dict[str, Any] = json.loads(line)
+        return found
 
 
 @dataclass(frozen=True)
@@ -110,15 +116,15 @@ def make_source(place: Path) -> Path:
 
 def contents(place: Path) -> dict[str, object]:
     """Every file of an output; of the manifest all but what tells of time."""
-    found: dict[str, object] = {
+    files = {
         str(file.relative_to(place)): file.read_bytes()
         for file in sorted(place.rglob("*"))
         if not file.is_dir()
     }
-    manifest = json.loads(found[MANIFEST])
+    manifest = json.loads(files[MANIFEST])
     for section in manifest["stages"].values():
         del section["finished"], section["seconds"]
-    return {**found, MANIFEST: manifest}
+    return {**files, MANIFEST: manifest}
 
 
 def check_left(out: Path, undisturbed: dict[str, object]) -> None:

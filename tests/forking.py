@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from typing import Any
 
 # What touches the file system and is told by the interpreter (docs.python.org: Audit events).
 EVENTS = {
@@ -49,7 +50,7 @@ def watch(places: list[str], at: int | None, do: str) -> list[str]:
     return seen
 
 
-def child(order: dict) -> None:
+def child(order: dict[str, Any]) -> None:
     """Run one command line; never returns."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,7 +82,7 @@ def child(order: dict) -> None:
     os._exit(code)
 
 
-def run(order: dict) -> dict:
+def run(order: dict[str, Any]) -> dict[str, Any]:
     """Fork, send the signal when its time has come, wait: code (or minus the signal), seconds."""
     started = time.monotonic()
     pid = os.fork()

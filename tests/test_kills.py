@@ -73,7 +73,7 @@ class Interrupted:
         self.place, self.out, self.stage = place, place / "out", stage_path(place / "out")
         self._options, self._first = (*whole.options, *options), first
         done = self._forks.run(whole.source, place / "dry", *self._options)
-        at = next(n for n, event in enumerate(done.events, 1) if "index.json.tmp" in event)
+        at = next(n for n, event in enumerate(done.events, 1) if "index.json." in event)
         shutil.rmtree(place / "dry")
         assert self.run(at).code == -signal.SIGKILL
         shutil.copytree(place, self._saved)
@@ -128,7 +128,7 @@ def test_a_kill_while_the_last_files_are_written_costs_none_of_the_weights(
     """From the index to the last rename: what was written is kept, whatever was removed since."""
     left = Interrupted(forks, whole, tmp_path / "place")
     weights = [name for name in whole.contents if name.endswith(".safetensors")]
-    steps = left.steps("index.json.tmp", *words)
+    steps = left.steps("index.json.", *words)
     for step in [*steps[:: 1 if not words else 4], steps[-1]]:
         left.killed_at(step)
         check_left(left.out, whole.contents)
@@ -153,7 +153,7 @@ def test_a_kill_while_an_output_is_replaced_leaves_the_old_or_the_new_model(
     finish(forks, whole, place / "out")
     left = Interrupted(forks, whole, place, *BF16, first=first)
     new, old, absent = contents(left.out), place / ".out.ckpt-old", 0
-    steps = left.steps("ckpt-manifest.json.tmp")
+    steps = left.steps(".ckpt-manifest.json.")
     if not every:
         steps = [n for n in steps if "os.rename" in left.events[n - 1]] + steps[-2:]
     for step in steps:

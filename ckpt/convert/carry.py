@@ -71,8 +71,9 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
             run = run.noting(drift)
         run = replace(run, conversion=prove(run.conversion))
         stage = staging.open_stage(claim, run.purpose, run.share, note)
-        staging.record_checks(stage, _parts(run), compared)
-        written = _write_weights(run, claim, stage)
+        with disk_faults(stage):
+            staging.record_checks(stage, _parts(run), compared)
+            written = _write_weights(run, claim, stage)
         if run.is_part:
             return part_report(run, stage, written, time.monotonic() - started)
         return _finish(run, stage, written, started)

@@ -73,8 +73,9 @@ class Lock:
         if self._fd is not None:
             now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
             text = f"{doing} pid {os.getpid()} on {socket.gethostname()}, since {now}\n".lstrip()
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, text.encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, text.encode(), 0)
 
     def holder(self) -> str:
         """Who signed last."""

@@ -290,9 +290,12 @@ def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
         return None
     if section is None or section.get("fingerprint") != fingerprint:
         return None
-    outputs = {entry["name"]: entry["sha256"] for entry in section["outputs"]}
+    try:
+        outputs = {str(entry["name"]): entry["sha256"] for entry in section["outputs"]}
+    except (LookupError, TypeError):
+        return None
     whole = all(file_digest(stage / name) == digest for name, digest in outputs.items())
-    return section if whole else None
+    return section if whole and outputs else None
 
 
 def check_names(stage: Path, names: Iterable[str]) -> None:
