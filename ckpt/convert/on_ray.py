@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import __version__
 from ckpt.convert.crew import Done, timed
 from ckpt.errors import CkptError, EngineError, OutputError
+from ckpt.storage import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +126,7 @@ def _do(
             f"another version of ckpt on node {where}", expected=version, found=__version__
         )
     for path in needs:
-        if not Path(path).exists():
+        if MARK not in path and not Path(path).exists():
             raise _unseen(path, where)
     if marker is not None and not _sees(*marker):
         raise _unseen(marker[0], where)

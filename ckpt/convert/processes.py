@@ -15,6 +15,7 @@ import threading
 import time
 import types
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _NEWS = struct.Struct("<qqq")
 _NEWS_SECONDS = 0.1
 _BEGUN, _ENDED = -1, -2
+_ENDED_BY_POOL = {None, 0, -signal.SIGTERM}  # or not ended
 _EXIT_SECONDS = 1.0  # until the system has told how a process ended
 
 
@@ -150,8 +152,17 @@ class Processes(ProcessPoolExecutor):
         return super().submit(_do, job.work, len(self._jobs) - 1)
 
     def report(self, job: Job | None) -> None:
-        """Pass on the bytes that the processes have told of."""
+        """Pass on the bytes that the processes have told of.
+
+        Raises BrokenProcessPool for a process that was ended: the pool by itself does not see
+        the end of the process that it started last before something else happens.
+        """
         del job
+        self._hear()
+        if any(code not in _ENDED_BY_POOL for _, code in self._codes()):
+            raise BrokenProcessPool("a process was ended from outside")
+
+    def _hear(self) -> None:
         while content := self._read():
             self._rest += content
             whole = len(self._rest) // _NEWS.size * _NEWS.size
@@ -180,7 +191,7 @@ class Processes(ProcessPoolExecutor):
     def explain(self, error: BrokenExecutor, unfinished: Sequence[Job]) -> CkptError:
         """Name the process that was ended from outside, and what it was at."""
         del error
-        self.report(None)
+        self._hear()
         died = self._died()
         names = [self._at[pid].name for pid, _ in died if pid in self._at]
         how = ", ".join(dict.fromkeys(_describe_exit(code or 0) for _, code in died))
@@ -190,12 +201,14 @@ class Processes(ProcessPoolExecutor):
             hint="If memory ran out (signal 9), give fewer --workers; the same command goes on",
         )
 
+    def _codes(self) -> list[tuple[int | None, int | None]]:
+        return [(process.pid, process.exitcode) for process in self._context.processes]
+
     def _died(self) -> list[tuple[int | None, int | None]]:
         """Processes that something else than the pool has ended, with their exit codes."""
         end = time.monotonic() + _EXIT_SECONDS
         while True:
-            codes = [(process.pid, process.exitcode) for process in self._context.processes]
-            died = [each for each in codes if each[1] not in {None, 0, -signal.SIGTERM}]
+            died = [each for each in self._codes() if each[1] not in _ENDED_BY_POOL]
             if died or time.monotonic() > end:
                 return died
             time.sleep(0.01)
