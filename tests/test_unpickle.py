@@ -13,6 +13,7 @@ import pickletools
 import signal
 import sys
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -414,3 +415,36 @@ def test_the_fields_of_an_index_are_keys_by_themselves():
     found = load(b"\x80\x02(d" + one + b"I1\ns" + one + b"I2\ns.")
     assert list(found.values()) == [1, 2]
     assert [key[0] for key in found] == [{"fqn": "name"}] * 2
+
+
+def archive_pickle(shape, dtype=torch.bfloat16):
+    """The words with which torch.save stores one tensor."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(shape, dtype=dtype), buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read("archive/data.pkl")
+
+
+def test_single_tensors_of_one_shape_are_read_once():
+    """Their pickles are equal to the byte; another shape or type is another tensor."""
+    reader = Reader()
+    first, again = (reader.load(archive_pickle((3, 5)), file="f") for _ in range(2))
+    assert first is again
+    other = reader.load(archive_pickle((5, 3)), file="f")
+    assert (first.shape, other.shape) == ((3, 5), (5, 3))
+    assert reader.load(archive_pickle((3, 5), torch.float32), file="f").dtype is DType.F32
+    tables = [reader.load(pickle.dumps({"a": 1}), file="f") for _ in range(2)]
+    assert tables[0] is not tables[1]
+
+
+def test_of_the_plans_in_an_index_nothing_is_kept():
+    """What reads an index needs no memory for the half of it that says nothing."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+    items = [WriteItem(MetadataIndex(f"w{n}"), WriteItemType.TENSOR) for n in range(3)]
+    kept = {"index": MetadataIndex("w7"), "plans": [SavePlan(items), SavePlan([])]}
+    found = Reader().load(pickle.dumps(kept, protocol=4), file="f")
+    assert found["index"][0]["fqn"] == "w7"
+    assert found["plans"][0] is found["plans"][1]
+    assert not hasattr(found["plans"][0], "items")

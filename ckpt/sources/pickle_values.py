@@ -56,11 +56,21 @@ class Fields(list[Any]):
 
 
 class Unread:
-    """A known data class whose state is of no use here: not even kept."""
+    """A known data class of which nothing is of use here: one object is all of its objects.
+
+    The state, a dict, is emptied, since the unpickler keeps it as long as it works.
+    """
 
     __slots__ = ()
     stub_name = "?"
-    __setstate__ = staticmethod(id)
+    __setstate__ = staticmethod(dict.clear)
+
+    def __new__(cls, *_: object) -> Unread:  # noqa: PYI034 - one for all of its classes
+        """The same object every time."""
+        return _UNREAD_OBJECT
+
+
+_UNREAD_OBJECT: Unread = object.__new__(Unread)
 
 
 class Content:

@@ -107,7 +107,7 @@ _RECORDS = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "Storag
 # Those of which a large index holds hundreds of thousands.
 _FIELDS = {"MetadataIndex", "ChunkStorageMetadata", "_StorageInfo"}
 # The save plans of every rank, most of a large index: nothing in them is read.
-_UNREAD = {"SavePlan", "WriteItem", "TensorWriteData"}
+_UNREAD = {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}
 _BUILTINS: dict[str, Any] = {
     "int": int,
     "float": float,
@@ -126,6 +126,7 @@ _BUILTINS: dict[str, Any] = {
 }
 
 
+_KINDS = 2**12  # of single tensors that are remembered
 _FRAME_BYTES = 2 * 64 * 1024  # a frame ends once it holds 64 KiB
 _FIRST_BYTES, _LARGEST_BYTES = 2**18, 2**28  # of a pickle in a store, whose end is looked for
 
@@ -229,22 +230,29 @@ class Reader:
     def __init__(self) -> None:
         """Nothing met yet."""
         self.stubs: dict[str, type] = {}
+        self._tensors: dict[bytes, TensorRef] = {}
 
     def load(self, content: bytes, *, file: str) -> Any:  # noqa: ANN401 - a pickle holds anything
         """The object in ``content``, built of plain values, stubs and tensor references.
 
         Raises UnsafePickleError for code that no checkpoint needs, SourceError for damage.
         """
+        known = self._tensors.get(content)
+        if known is not None:  # single tensors of one shape are stored with the same words
+            return known
         try:
             pickle_end(content)
             with unhurried_collector():
-                return _Unpickler(Content(content), self).load()
+                root = _Unpickler(Content(content), self).load()
         except UnsafePickleError as error:
             error.file = file
             raise
         except Exception as error:
             message = f"damaged or foreign pickle: {type(error).__name__}: {error}"
             raise SourceError(message, file=file, hint="Copy the file again") from error
+        if isinstance(root, TensorRef) and len(self._tensors) < _KINDS:
+            self._tensors[content] = root
+        return root
 
     def load_without(self, content: bytes, field: str, *, file: str) -> Any:  # noqa: ANN401
         """As ``load``, but the object's last attribute, a list called ``field``, becomes None.
