@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import io
+import json
 import os
 import pickle
 import struct
@@ -66,6 +67,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = 7
 MASTER_BYTES = 12  # of optimizer state for a parameter: fp32 weight and two moments
 OBJECT_BYTES = 1513  # an empty object, as torch.save writes it
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 LEGACY_FILE = "model_optim_rng.pt"
 
 
@@ -344,7 +351,7 @@ def write_torch_dist(
     args = training_args(model, ranks, "torch_dist")
     common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
     torch.save(common, directory / "common.pt")
-    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')
+    (directory / "metadata.json").write_text(json.dumps(BACKENDS))
     writer = _Writer(directory, fill)
     plans: list[Any] = []
     storage: dict[Any, Any] = {}
