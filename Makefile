@@ -20,7 +20,7 @@ UNTYPED += --no-check-untyped-defs --no-warn-unused-ignores --cache-dir .mypy_ca
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint format docs bench bench-full-scale install install-megatron
+.PHONY: help demo test lint format docs bench bench-bridge bench-full-scale install install-megatron
 .PHONY: test-slow test-store test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
@@ -88,6 +88,10 @@ bench-full-scale: $(VENV)/.app
 bench: $(VENV)/.app
 	$(PY) benchmarks/bench_convert.py $(SIZE:%=--size %) $(ROUNDS:%=--rounds %) $(BENCH)
 
+# The same with mbridge, which needs megatron-core and runs on a CPU with stand-ins.
+bench-bridge: $(VENV)/mbridge
+	$(MAKE) bench BENCH="--bridge $(VENV)/mbridge $(BENCH)"
+
 install: $(VENV)/.app
 install-megatron: $(VENV)/.megatron
 
@@ -116,6 +120,9 @@ OLDER := transformers==4.57.3 "huggingface-hub<1.0" "tokenizers<0.23" requests u
 OLDER += charset-normalizer certifi
 $(VENV)/transformers4: $(VENV)/.test
 	$(PIP) install --no-deps --target $@ $(OLDER)
+
+$(VENV)/mbridge: $(VENV)/.megatron
+	$(PIP) install --no-deps --target $@ mbridge==0.15.1 einops $(OLDER)
 
 $(VENV)/.lint: $(VENV)/.app
 	$(PIP) install --group test --group lint

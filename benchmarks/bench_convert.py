@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from synthetic import Case
 
 NAIVE = Path(__file__).resolve().parent / "bench_naive.py"
+BRIDGE = NAIVE.with_name("bench_bridge.py")
 DEFAULT_CASES = [name for name in CASES if name != "moe-torch-ep4"]
 DEFAULT_SIZES = ["0.5GB", "2GB"]
 BAR, HARD_BAR = 1.15, 1.3  # at 8 GB; the second for a cast and for thousands of small tensors
@@ -51,7 +52,11 @@ COPY = "cp"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program in the race; ``command`` lacks source and output, ``slow`` ones run once."""
+    """A program in the race; ``command`` lacks source and output, ``slow`` ones run once.
+
+    ``fresh`` finds nothing that an earlier run of it kept, ``packages`` is a directory of modules
+    for it alone, which also wants a Hugging Face model of the same kind.
+    """
 
     name: str
     command: tuple[str | Path, ...]
@@ -59,6 +64,7 @@ class Contestant:
     ours: bool = False
     fresh: bool = False
     slow: bool = False
+    packages: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,19 @@ class Race:
         """Where ckpt keeps what it has proved."""
         return self.place / "cache"
 
+    @property
+    def reference(self) -> Path:
+        """The Hugging Face model without its weights."""
+        return self.place / "reference"
+
+    def keep_reference(self) -> None:
+        """Take configuration and index of the first converted model."""
+        if not self.reference.exists():
+            self.reference.mkdir()
+            for file in self.output.glob("*.json"):
+                if file.name in {"config.json", "model.safetensors.index.json"}:
+                    shutil.copy(file, self.reference)
+
     def program(self, contestant: Contestant) -> Program:
         """The command of a contestant for this checkpoint."""
         if contestant.name == COPY:
@@ -88,6 +107,10 @@ class Race:
             return Program(command, self.output, os.environ)
         command = [*contestant.command, self.source, self.output, *contestant.options]
         own = {"XDG_CACHE_HOME": str(self.cache), "HF_HUB_OFFLINE": "1"}
+        if contestant.packages:
+            command.append(self.reference)
+            paths = (str(contestant.packages.resolve()), os.environ.get("PYTHONPATH", ""))
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         limit = 0 if contestant.ours else _available() * 8 // 10
         return Program(command, self.output, {**environment(), **own}, limit)
 
@@ -103,8 +126,8 @@ class Race:
         read_once(self.files()) if self.warm else evict(files)
 
 
-def contestants(case: Case, workers: list[int]) -> list[Contestant]:
-    """Who runs, in this order."""
+def contestants(case: Case, workers: list[int], bridge: Path | None) -> list[Contestant]:
+    """Who runs, in this order; mbridge where it can: it reads one format and casts nothing."""
     never = "--reflink=never" if sys.platform == "linux" else ""
     copy = ("sh", "-c", f'mkdir "$1" && shift && exec cp --parents {never} "$@"', "cp")
     convert = (sys.executable, "-m", "ckpt", "convert")
@@ -115,12 +138,15 @@ def contestants(case: Case, workers: list[int]) -> list[Contestant]:
         for n in (workers if _has_workers() else [])
     ]
     naive = ("--bf16",) if case.fp32 else ()
+    can = bridge and case.format == "torch_dist" and not case.fp32
+    bridged = Contestant("mbridge", (sys.executable, BRIDGE), slow=True, packages=bridge)
     return [
         Contestant(COPY, copy, ours=True),
         Contestant("ckpt, first run", convert, plain, ours=True, fresh=True),
         Contestant("ckpt", convert, plain, ours=True),
         *several,
         Contestant("torch + safetensors", (sys.executable, NAIVE), naive, slow=True),
+        *([bridged] if can else []),
     ]
 
 
@@ -180,6 +206,7 @@ def compete(race: Race, entered: list[Contestant], options: argparse.Namespace) 
             print(f"  round {turn + 1}: {entry.name} {run.seconds:.2f} s", file=sys.stderr)
             if turn == 0 and entry.name != COPY:
                 check_output(race, race.output)
+                race.keep_reference()
             shutil.rmtree(race.output)
     return list(rows.values())
 
@@ -201,7 +228,7 @@ def run_case(name: str, size: int, place: Path, options: argparse.Namespace) -> 
     model = write_checkpoint(source, case, size)
     race = Race(case, model, source, place, options.warm)
     stored = sum(file.stat().st_size for file in race.files())
-    rows = compete(race, contestants(case, options.workers), options)
+    rows = compete(race, contestants(case, options.workers, options.bridge), options)
     shutil.rmtree(source)
     weights = sum(value.nbytes for _, value in expected(case, model))
     a = model.values
@@ -230,6 +257,7 @@ def parse(arguments: list[str]) -> Any:  # noqa: ANN401 - argparse's namespace
     add("--slow-rounds", type=int, default=1, help="runs of those that load everything")
     add("--workers", type=int, action="append", help="may be repeated; as many as cores")
     add("--warm", action="store_true", help="read the source before each run")
+    add("--bridge", type=Path, metavar="DIR", help="mbridge runs too; DIR as bench_bridge.py says")
     add("--directory", type=Path, help="where the files are written; 2.2 times the size")
     add("--json", type=Path, metavar="FILE", help="write every run there")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there")
