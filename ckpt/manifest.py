@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.errors import OutputError
+from ckpt.storage import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +70,10 @@ def write_json(file: Path, content: object) -> None:
 
 
 def write_bytes(file: Path, content: bytes) -> None:
-    """Write a file by way of a flushed temporary one and an atomic rename."""
+    """Write a file by way of a flushed temporary one and an atomic rename; an object at once."""
+    if is_remote(file):
+        file.write_bytes(content)
+        return
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         with temporary.open("wb") as stream:

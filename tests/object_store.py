@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "AKIAORIGINALKEY00001",
@@ -59,6 +57,17 @@ def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"moto did not start: {log.read_text(errors='replace')[-2000:]}")
+
+
+def run_python(program: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A program of Python in a process of its own, with this package and this environment."""
+    root = str(Path(__file__).parent.parent)
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        check=False, capture_output=True, text=True, timeout=180,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
 
 
 @dataclass

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from ckpt.cli import main
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, staging
-from ckpt.convert import units as units_module
+from ckpt.convert import write as write_module
 from ckpt.convert.staging import stage_path
 from ckpt.errors import OutputError
 from ckpt.manifest import read_stage
@@ -285,8 +285,8 @@ def test_a_source_that_changed_since_the_kill_is_converted_anew(tmp_path, monkey
             raise KeyboardInterrupt
         return written(*values)
 
-    written = units_module.LocalFile
-    monkeypatch.setattr(units_module, "LocalFile", broken)
+    written = write_module.LocalFile
+    monkeypatch.setattr(write_module, "LocalFile", broken)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, out, options)
     monkeypatch.undo()
@@ -309,7 +309,7 @@ def test_a23_a_full_disk_says_so_and_keeps_what_is_finished(tmp_path, monkeypatc
     def full(*_values):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(units_module.LocalFile, "write", full)
+    monkeypatch.setattr(write_module.LocalFile, "write", full)
     with pytest.raises(OutputError, match="the disk is full"):
         convert_checkpoint(source, out, ConvertOptions())
     monkeypatch.undo()
@@ -334,7 +334,7 @@ def test_a23_a_disk_that_is_full_at_the_small_files_says_so_too(tmp_path, monkey
         return refuse
 
     monkeypatch.setattr("ckpt.convert.staging.write_json", full(staging.write_json))
-    monkeypatch.setattr(units_module, "LocalFile", full(units_module.LocalFile))
+    monkeypatch.setattr(write_module, "LocalFile", full(write_module.LocalFile))
     with pytest.raises(OutputError, match="the disk is full"):
         convert_checkpoint(source, out, options)
     monkeypatch.undo()

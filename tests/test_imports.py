@@ -27,7 +27,7 @@ ALLOWED = {
     "storage": {"errors"},
     "config": {"errors", "storage"},
     "terminal": {"__init__"},
-    "manifest": {"errors", "__init__"},
+    "manifest": {"errors", "storage", "__init__"},
     "shards": {"errors", "tensors"},
     "parts": {"errors", "tensors"},
     "rectangles": {"tensors"},

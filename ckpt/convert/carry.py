@@ -21,7 +21,7 @@ from ckpt.convert.crew import Crew, Done, Here, Job, carry_through, choose_worke
 from ckpt.convert.needs import needs_of
 from ckpt.convert.run import Run, unit_bytes
 from ckpt.convert.share import deal
-from ckpt.convert.units import Written, copy_unchanged, read_receipt, write_unit
+from ckpt.convert.units import Written, copy_unchanged, look_ahead, read_receipt, write_unit
 from ckpt.convert.write import disk_faults
 from ckpt.manifest import write_stage
 from ckpt.shards import INDEX_NAME, index_content
@@ -151,6 +151,7 @@ def _own_units(run: Run) -> list[Unit]:
 def _write_weights(run: Run, claim: Claim, stage: Path) -> list[Written]:
     """Write the files of this share that are not there; all of the share's in order."""
     units = _own_units(run)
+    look_ahead(stage, [unit.name for unit in units])
     found = {unit.name: kept for unit in units if (kept := read_receipt(stage, unit))}
     lacking = [unit for unit in units if unit.name not in found]
     kept_bytes = sum(unit.nbytes for unit in units if unit.name in found)

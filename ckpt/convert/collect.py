@@ -8,7 +8,7 @@ from ckpt.convert import staging
 from ckpt.convert.conversion import PartReport
 from ckpt.convert.run import Run, unit_bytes
 from ckpt.convert.share import Share, deal, finalize_command
-from ckpt.convert.units import RECEIPT_SUFFIX, Written, read_receipt
+from ckpt.convert.units import Written, look_ahead, read_receipt, receipt_file
 from ckpt.errors import OutputError
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ def check_finished(run: Run) -> None:
 def _why(stage: Path, name: str) -> str:
     if not (stage / name).is_file():
         return "not there"
-    has_receipt = (stage / f"{name}{RECEIPT_SUFFIX}").is_file()
+    has_receipt = receipt_file(stage, name).is_file()
     return "its receipt is of another file or plan" if has_receipt else "no receipt"
 
 
 def _lacking(run: Run, stage: Path, of: int) -> list[tuple[str, Share]]:
     """Files without a fitting receipt, in order, each with its part."""
+    look_ahead(stage, [unit.name for unit in run.units])
     parts = deal(run.units, unit_bytes, of)
     owner = {unit.name: Share(index, of) for index, part in enumerate(parts) for unit in part}
     return [

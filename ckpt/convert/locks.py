@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from ckpt.errors import OutputError
+from ckpt.storage import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,6 +117,22 @@ class Lock:
         return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
 
 
+class NoLock(Lock):
+    """What an object store has instead of locks: nothing."""
+
+    def __init__(self) -> None:
+        """There is no file."""
+        self.supported = False
+
+    def take(self, *, shared: bool) -> bool:
+        """Taken, as far as anybody can tell."""
+        del shared
+        return True
+
+    def sign(self, doing: str = "") -> None:
+        """Nobody reads it."""
+
+
 def _cannot(file: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write here: {error.strerror}", file=file)
 
@@ -173,6 +190,10 @@ def claim(output: Path, share: Share, note: Callable[[str], None]) -> Iterator[C
     its host, while others are in the way.
     """
     parts = share.partial and not share.finalize
+    if is_remote(output):
+        note(f"note: no locks in a store: nothing else may write {output} now")
+        yield Claim(output, NoLock(), alone=not parts)
+        return
     run, locks = Lock(_run_file(output)), []
     try:
         _take(run, output, shared=parts)

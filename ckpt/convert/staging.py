@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
-from ckpt.convert.units import RECEIPT_SUFFIX, file_digest
+from ckpt.convert import object_stage
+from ckpt.convert.units import RECEIPT_SUFFIX, file_digest, own_place
 from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
 from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, read_stage, write_json
 from ckpt.shards import INDEX_NAME, read_header
-from ckpt.storage import lies_in
+from ckpt.storage import files_below, is_remote, lies_in, refresh
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ _RESERVE_BYTES = 64 * 2**20
 
 
 def stage_path(output: Path) -> Path:
-    """Where the output grows."""
+    """Where the output grows: in a store in its own place, since nothing is renamed there."""
+    if is_remote(output):
+        return output
     return output.with_name(f".{output.name}.ckpt-partial")
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Raise OutputError when something is in the way that must not be replaced."""
+    if is_remote(output):
+        object_stage.check_output(output, overwrite=overwrite)
+        return
     if output.is_symlink() or output.is_file():
         raise OutputError("the output is not a directory", file=output)
     if not output.exists() or not any(output.iterdir()):
@@ -167,7 +173,7 @@ def _prepare(
     claim: Claim, stage: Path, purpose: Purpose, share: Share, note: Callable[[str], None]
 ) -> None:
     known = read_state(stage, purpose)
-    if stage.exists() and not known:
+    if own_place(stage).exists() and not known:
         why = purpose.differs_from(_stored(stage))
         if share.partial and not claim.sure:
             raise OutputError(
@@ -176,21 +182,28 @@ def _prepare(
                 hint="Without locks nothing tells whether it is being written: remove it yourself",
             )
         note(f"note: starting afresh: an unfinished output of another conversion was here: {why}")
-        shutil.rmtree(stage, ignore_errors=True)
+        if is_remote(stage):
+            object_stage.clear_unfinished(stage)
+        else:
+            shutil.rmtree(stage, ignore_errors=True)
+    if is_remote(stage):
+        object_stage.check_replaceable(stage, share)
     stage.mkdir(parents=True, exist_ok=True)
     parts = share.of if share.partial else known.get("parts", 1)
-    write_json(stage / _STATE_NAME, purpose.state(parts))
+    write_json(own_place(stage) / _STATE_NAME, purpose.state(parts))
+    if is_remote(stage):
+        object_stage.clear_finished(stage)
 
 
 def marker(stage: Path) -> Path | None:
     """The file that whoever sees this stage finds in it, once the stage is there."""
     file = stage / _STATE_NAME
-    return file if file.is_file() else None
+    return file if not is_remote(stage) and file.is_file() else None
 
 
 def describe(stage: Path, purpose: Purpose) -> str:
     """What is in the stage instead of what this purpose wants."""
-    if not stage.exists():
+    if not own_place(stage).exists():
         return "nothing"
     return f"another conversion: {purpose.differs_from(_stored(stage))}"
 
@@ -203,7 +216,7 @@ def read_state(stage: Path, purpose: Purpose) -> dict[str, Any]:
 
 def _stored(stage: Path) -> dict[str, Any]:
     try:
-        content = json.loads((stage / _STATE_NAME).read_text(encoding="utf-8"))
+        content = json.loads((own_place(stage) / _STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -211,6 +224,8 @@ def _stored(stage: Path) -> dict[str, Any]:
 
 def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
     """Raise OutputError when the disk lacks room for what is still to be written."""
+    if is_remote(stage):
+        return
     free = shutil.disk_usage(stage).free
     if free < needed_bytes + _RESERVE_BYTES:
         if claim.alone and not any(stage.glob(f"*{RECEIPT_SUFFIX}")):
@@ -225,6 +240,9 @@ def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
 
 def clear_parts(stage: Path, names: Sequence[str] | None) -> None:
     """Remove what ended attempts at files of these names have left, or at any file."""
+    if is_remote(stage):
+        object_stage.abort_leftovers(stage, names)
+        return
     patterns = ["**/*"] if names is None else names
     for part in [part for name in patterns for part in stage.glob(f"{name}.*{PART_SUFFIX}")]:
         part.unlink(missing_ok=True)
@@ -233,7 +251,8 @@ def clear_parts(stage: Path, names: Sequence[str] | None) -> None:
 def record_checks(stage: Path, of: int, found: Mapping[int, Mapping[str, float]]) -> None:
     """Note which parts of ``of`` have compared their stored copies, and the drift they found."""
     for index, drift in found.items():
-        write_json(stage / _CHECKS_NAME.format(index + 1, of), {"drift": dict(drift)})
+        file = own_place(stage) / _CHECKS_NAME.format(index + 1, of)
+        write_json(file, {"drift": dict(drift)})
 
 
 def recorded_checks(stage: Path, of: int) -> dict[int, dict[str, float]]:
@@ -241,7 +260,8 @@ def recorded_checks(stage: Path, of: int) -> dict[int, dict[str, float]]:
     found = {}
     for index in range(of):
         try:
-            text = (stage / _CHECKS_NAME.format(index + 1, of)).read_text(encoding="utf-8")
+            file = own_place(stage) / _CHECKS_NAME.format(index + 1, of)
+            text = file.read_text(encoding="utf-8")
             drift = json.loads(text)["drift"].items()
             found[index] = {str(name): float(value) for name, value in drift}
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -251,6 +271,7 @@ def recorded_checks(stage: Path, of: int) -> dict[int, dict[str, float]]:
 
 def check_written(stage: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> None:
     """Read every header back: files, index and plan must say the same."""
+    refresh(stage)  # other processes may have written there
     for name, specs in files:
         found = read_header(stage / name)
         if found != {spec.name: spec for spec in specs}:
@@ -276,7 +297,7 @@ def clear_receipts(stage: Path) -> None:
 def _own_files(stage: Path) -> Iterator[Path]:
     """What lies in a stage beside its content."""
     for pattern in (f"*{RECEIPT_SUFFIX}", _CHECKS_GLOB, _STATE_NAME, f".*{TEMPORARY_SUFFIX}"):
-        yield from stage.glob(pattern)
+        yield from own_place(stage).glob(pattern)
 
 
 def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
@@ -284,6 +305,8 @@ def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
 
     None for any other: the run that wrote it ended before, or it is not what was written.
     """
+    if is_remote(stage):
+        return object_stage.finished_section(stage, fingerprint)
     try:
         section = read_stage(stage, "convert")
     except OutputError:
@@ -300,8 +323,8 @@ def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
 
 def check_names(stage: Path, names: Iterable[str]) -> None:
     """Raise OutputError when anything but these files would be published with the stage."""
-    there = {str(path.relative_to(stage)) for path in stage.rglob("*") if not path.is_dir()}
-    own = {path.name for path in _own_files(stage)}
+    there = {str(path.relative_to(stage)) for path in files_below(stage)}
+    own = {str(path.relative_to(stage)) for path in _own_files(stage)}
     strange = sorted(there - own - set(names))
     if strange:
         raise OutputError(
@@ -317,6 +340,9 @@ def publish(stage: Path, output: Path) -> None:
 
     Where the file system can, both change places at once: one of them is always there.
     """
+    if is_remote(output):
+        object_stage.clear_own(output)
+        return
     old = output.with_name(f".{output.name}.ckpt-old")
     try:
         clear_receipts(stage)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
-from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from ckpt.convert.content import Content
 from ckpt.convert.read import Files
-from ckpt.convert.write import LocalFile, Stream, disk_faults
+from ckpt.convert.write import Stream, disk_faults, open_output
 from ckpt.manifest import fingerprint, write_json
 from ckpt.shards import header_bytes
+from ckpt.storage import is_remote, read_ahead, refresh
+from ckpt.storage import stamp as stamp_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from ckpt.convert.plan import Target
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.storage import Stamp
 
 RECEIPT_SUFFIX = ".receipt.json"
+PARTIAL = ".ckpt-partial"
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def write_unit(unit: Unit, directory: Path, advance: Callable[[int], None]) -> W
         return known
     with disk_faults(directory / unit.name), Files(unit.stamps) as files:
         content = Content(files, advance, allow_nonfinite=unit.allow_nonfinite)
-        with Stream(LocalFile(directory / unit.name)) as stream:
+        with Stream(open_output(directory / unit.name, unit.nbytes)) as stream:
             stream.put_bytes(header_bytes([target.spec for target in unit.targets]))
             files.expect(unit.copies())
             for target in unit.targets:
@@ -118,8 +120,9 @@ def copy_unchanged(source: Path, stamp: Stamp, directory: Path, name: str) -> Wr
     file = str(source)
     with disk_faults(directory / name):
         (directory / name).parent.mkdir(exist_ok=True)
-        with Files({file: stamp}) as files, Stream(LocalFile(directory / name)) as stream:
-            done, total = 0, stamp[0]
+        done, total = 0, stamp[0]
+        output = open_output(directory / name, total)
+        with Files({file: stamp}) as files, Stream(output) as stream:
             while done < total:
                 room = stream.room(1)
                 count = min(total - done, len(room))
@@ -131,27 +134,44 @@ def copy_unchanged(source: Path, stamp: Stamp, directory: Path, name: str) -> Wr
     return Written(name, size, digest)
 
 
+def own_place(directory: Path) -> Path:
+    """Where receipts and the like lie: beside the files, in a store in a directory of their own."""
+    return directory / PARTIAL if is_remote(directory) else directory
+
+
+def receipt_file(directory: Path, name: str) -> Path:
+    """The receipt of an output file."""
+    return own_place(directory) / f"{name}{RECEIPT_SUFFIX}"
+
+
+def look_ahead(directory: Path, names: Sequence[str]) -> None:
+    """See what others have written meanwhile, and fetch the receipts of these files at once."""
+    refresh(directory)
+    read_ahead([receipt_file(directory, name) for name in names])
+
+
 def _write_receipt(directory: Path, unit: Unit, written: Written) -> None:
-    time_ns = (directory / unit.name).stat().st_mtime_ns
-    receipt = {**asdict(written), "unit": unit.digest(), "mtime_ns": time_ns}
+    state = stamp_of(directory / unit.name)[1]
+    receipt = {**asdict(written), "unit": unit.digest(), "state": state}
     receipt["seal"] = fingerprint(receipt)
-    write_json(directory / f"{unit.name}{RECEIPT_SUFFIX}", receipt)
+    write_json(receipt_file(directory, unit.name), receipt)
 
 
 def read_receipt(directory: Path, unit: Unit) -> Written | None:
     """What another run left of this file, if it is whole and was written by the same plan.
 
-    A file that was touched since is read, and is whole if its SHA-256 is still the same.
+    A file that was touched since is read, and is whole if its SHA-256 is still the same; an
+    object that was written again since is not.
     """
     file = directory / unit.name
     try:
-        content = json.loads(file.with_name(f"{unit.name}{RECEIPT_SUFFIX}").read_bytes())
+        content = json.loads(receipt_file(directory, unit.name).read_bytes())
         seal = content.pop("seal")
-        state = file.lstat()
+        size, state = stamp_of(file)
         same = seal == fingerprint(content) and content["unit"] == unit.digest()
-        same = same and S_ISREG(state.st_mode) and content["size"] == state.st_size
-        if same and content["mtime_ns"] != state.st_mtime_ns:
-            same = file_digest(file) == content["sha256"]
+        same = same and not file.is_symlink() and file.is_file() and content["size"] == size
+        if same and content["state"] != state:
+            same = not is_remote(file) and file_digest(file) == content["sha256"]
         kept = {each.name: content[each.name] for each in fields(Written)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -22,6 +22,7 @@ import numpy as np
 
 from ckpt.convert import read
 from ckpt.errors import OutputError
+from ckpt.storage import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +113,15 @@ def _open_new(part: Path) -> tuple[int, bool]:
                 raise
             part.unlink(missing_ok=True)
     return os.open(part, flags, 0o666), False
+
+
+def open_output(file: Path, nbytes: int) -> OutputFile:
+    """A new file of about ``nbytes`` bytes, on this machine or in a store."""
+    if is_remote(file):
+        from ckpt.convert.object_stage import ObjectFile  # noqa: PLC0415 - only for a store
+
+        return ObjectFile(file, nbytes)
+    return LocalFile(file)
 
 
 class Stream(AbstractContextManager["Stream"]):

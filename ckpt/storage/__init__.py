@@ -125,3 +125,11 @@ def lies_in(location: Path, directory: Path) -> bool:
     if is_remote(location) or is_remote(directory):
         return f"{location}/".startswith(f"{directory}/")
     return location.resolve().is_relative_to(directory.resolve())
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """Every file below a directory, at any depth."""
+    if is_remote(directory):
+        yield from cast("Iterator[Path]", as_object(directory).files_below())
+        return
+    yield from (path for path in directory.rglob("*") if not path.is_dir())

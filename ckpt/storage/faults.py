@@ -9,7 +9,7 @@ import re
 from errno import ENOENT
 from typing import TYPE_CHECKING
 
-from ckpt.errors import StoreError
+from ckpt.errors import CkptError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,15 +78,17 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == ENOENT
 
 
-def explain(error: BaseException, url: str, doing: str) -> StoreError:
+def explain(
+    error: BaseException, url: str, doing: str, kind: type[CkptError] = StoreError
+) -> CkptError:
     """The error of ours for one of a library; ``doing`` says what could not be done."""
     names = list(_names(error))
     for message, hint, known in _KINDS:
         code = next((name for name in names if name in known), None)
         if code is not None:
-            return StoreError(f"{doing}: {message} ({code})", file=url, hint=hint)
+            return kind(f"{doing}: {message} ({code})", file=url, hint=hint)
     text = _SECRETS.sub("...", " ".join(str(error).split()))[:_SHOWN]
-    return StoreError(f"{doing}: {type(error).__name__}: {text}", file=url, hint=_NETWORK)
+    return kind(f"{doing}: {type(error).__name__}: {text}", file=url, hint=_NETWORK)
 
 
 def _names(error: BaseException | None) -> Iterator[str]:

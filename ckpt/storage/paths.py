@@ -172,6 +172,21 @@ class ObjectPath:
         """List all that lies below, at once."""
         self.store.list_whole(self.key)
 
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
+        """Nothing: a directory is there when something is in it."""
+
+    def files_below(self) -> Iterator[ObjectPath]:
+        """Every object below, at any depth."""
+        if not self.is_dir():
+            return
+        self.list_whole()
+        for entry in list(self.entries()):
+            path = self / entry.name
+            if entry.is_directory:
+                yield from path.files_below()
+            else:
+                yield path
+
     def iterdir(self) -> Iterator[ObjectPath]:
         """Everything in the directory; FileNotFoundError if there is nothing."""
         return (self / entry.name for entry in self.entries())

@@ -13,7 +13,7 @@ from errno import ENOENT
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CkptError, OptionsError
+from ckpt.errors import CkptError, OptionsError, OutputError, StoreError
 from ckpt.storage.faults import explain, is_missing
 
 if TYPE_CHECKING:
@@ -221,22 +221,22 @@ class Store:
 
     def write(self, key: str, content: bytes) -> None:
         """Put an object in its place, whole or not at all."""
-        with self.faults(key, "cannot write it"):
+        with self.faults(key, "cannot write it", OutputError):
             self.files.pipe_file(self.name(key), content)
         self.forget_changed(key)
 
     def delete(self, key: str) -> None:
         """Delete an object; nothing happens if there is none."""
         try:
-            with self.faults(key, "cannot delete it"):
+            with self.faults(key, "cannot delete it", OutputError):
                 self.files.rm_file(self.name(key))
         except FileNotFoundError:
             pass
         self.forget_changed(key)
 
     @contextmanager
-    def faults(self, key: str, doing: str) -> Iterator[None]:
-        """Turn what a library raises into FileNotFoundError or StoreError, with the URL."""
+    def faults(self, key: str, doing: str, kind: type[CkptError] = StoreError) -> Iterator[None]:
+        """Turn what a library raises into FileNotFoundError or an error of ``kind``."""
         try:
             yield
         except CkptError:
@@ -244,7 +244,7 @@ class Store:
         except Exception as error:
             if is_missing(error):
                 raise FileNotFoundError(ENOENT, "no such object", self.url(key)) from error
-            raise explain(error, self.url(key), doing) from error
+            raise explain(error, self.url(key), doing, kind) from error
 
 
 def _parts(key: str, start: int, end: int) -> list[Range]:
