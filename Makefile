@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test lint format docs bench bench-bridge bench-full-scale install install-megatron
-.PHONY: test-slow test-store test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
+.PHONY: test-slow test-store test-ray test-megatron-slow test-megatron test-vllm test-transformers4 test-gpu engine test-wheel test-pythons clean
 
 help:
 	@echo "make demo    convert, check and serve the example checkpoint"
@@ -30,16 +30,19 @@ help:
 	@echo "make docs    write docs/cli.md and docs/support.md"
 	@echo "make bench   time the conversion beside cp and a naive conversion; SIZE=8GB for large ones"
 	@echo "make bench-full-scale   time inspect and --plan on checkpoints of 1 to 11 TB, all holes"
-	@echo "also:        test-slow test-store test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
+	@echo "also:        test-slow test-store test-ray test-megatron test-vllm test-transformers4 test-gpu test-wheel test-pythons format clean"
 
 demo: $(VENV)/.app
 	$(CKPT) run pipeline.yaml
 
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not megatron and not gpu and not store"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not megatron and not gpu and not store and not ray"
 
 test-slow: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist load -m "slow and not vllm and not megatron and not gpu"
+	$(PY) -m pytest -n 2 --dist load -m "slow and not vllm and not megatron and not gpu and not store and not ray"
+
+test-ray: $(VENV)/.ray
+	$(PY) -m pytest -m "ray and not gpu"
 
 test-store: $(VENV)/.store
 	$(PY) -m pytest -m "store and not gpu"
@@ -109,6 +112,10 @@ $(VENV)/.app: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.app
 	$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.test
+	$(PIP) install -e ".[ray]"
 	@touch $@
 
 $(VENV)/.store: $(VENV)/.test

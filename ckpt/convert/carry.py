@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckpt.convert.plan import Check
     from ckpt.convert.units import Unit
 
+_CLUSTER_BYTES = 4 * 10**9
 _CHECK_JOBS = 32  # stored copies are compared in so many jobs, for workers to share
 
 
@@ -134,7 +135,10 @@ def _compare_all(run: Run, checks: Sequence[Check]) -> dict[str, float]:
         own = {file: run.stamps[file] for file in sorted(files) if file in run.stamps}
         work = partial(compare_copies, each, own)
         jobs += [Job("stored copies", sum(map(_check_bytes, each)), work, tuple(own))] * bool(each)
-    for _, done in _done(jobs, _crew(run, len(jobs), total)):
+    # Little is compared sooner here than a cluster has begun to.
+    alone = run.options.executor == "ray" and total < _CLUSTER_BYTES
+    crew = Here(run.progress.advance) if alone else _crew(run, len(jobs), total)
+    for _, done in _done(jobs, crew):
         _join(drift, done.result)
     run.progress.finish()
     return drift
