@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from sparse_megatron import (
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import plan_conversion
+from ckpt.convert.sketch import Sketcher
 from ckpt.errors import SourceError, UnsafePickleError
 from ckpt.inspection import inspect_directory
 from ckpt.sources import open_source
@@ -154,3 +157,46 @@ def test_the_cycle_collector_is_as_before_after_a_failure(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+PLANS = """
+import sys
+from pathlib import Path
+from ckpt.config import ConvertOptions
+from ckpt.convert import plan_conversion
+from ckpt.convert.sketch import Sketcher
+from ckpt.convert.needs import needs_of
+planned = plan_conversion(Path(sys.argv[1]), ConvertOptions())
+print(needs_of(planned, Path(sys.argv[1] + '-hf'), 1).plan_bytes, len(planned.plan.targets))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="nothing tells the peak")
+@pytest.mark.parametrize("format_", WRITERS)
+def test_a28_a_model_of_256_experts_is_planned_in_bounded_memory(tmp_path, format_):
+    """All 45,000 tensors of DeepSeek-V3 take a fraction of what one of its files holds."""
+    WRITERS[format_](tmp_path / "run", DEEPSEEK_V3, Ranks(ep=4), optimizer=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PLANS, str(tmp_path / "run")],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    peak, targets = map(int, done.stdout.split())
+    assert targets == 45_395
+    assert peak < 250e6
+
+
+def test_tensors_that_are_alike_are_planned_once(tmp_path, monkeypatch):
+    """However many experts and layers there are: the work is that of the rows of the table."""
+    drawn, draw = [], Sketcher.draw
+
+    def counted(self, match):
+        drawn.append(match.tensor.name)
+        return draw(self, match)
+
+    monkeypatch.setattr(Sketcher, "draw", counted)
+    WRITERS["torch"](tmp_path, SMALL, Ranks(tp=2, pp=2, ep=4))
+    checkpoint = open_source(tmp_path)
+    plan = plan_conversion(tmp_path, ConvertOptions()).plan
+    assert len(plan.targets) > 2 * 32 * 3
+    assert len(drawn) < 30 < len(checkpoint.tensors)

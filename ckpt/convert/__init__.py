@@ -176,8 +176,9 @@ def prove_conversion(conversion: Conversion, builder: ModelBuilder) -> Conversio
     Raises PlanError with a short diff where that is not so.
     """
     found = {target.spec.name: target.spec.shape for target in conversion.plan.targets}
-    model = builder.build(conversion.config)
-    proof = prove(found, conversion.config, model, conversion.architecture)
+    with unhurried_collector():
+        model = builder.build(conversion.config)
+        proof = prove(found, conversion.config, model, conversion.architecture)
     return replace(conversion, proof=proof)
 
 
@@ -192,7 +193,7 @@ def plan_with_proof(
 
     With its needs where ``output`` is given; a disk that is too small is said, not raised.
     """
-    with ModelBuilder(options.cache) as builder:
+    with unhurried_collector(), ModelBuilder(options.cache) as builder:
         conversion = plan_conversion(source, options, iteration=iteration)
         if output is not None:
             conversion = replace(conversion, needs=needs_of(conversion, output, options.workers))
