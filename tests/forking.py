@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -22,13 +23,16 @@ EVENTS = {
 }  # fmt: skip
 
 
-def watch(places: list[str], at: int | None, do: str) -> list[str]:
-    """Run ``do`` before the ``at``-th event on a path in ``places``; the list grows with them."""
+def watch(places: list[str], at: int | str | None, do: str) -> list[str]:
+    """Run ``do`` before one event on a path in ``places``; the list grows with all of them.
+
+    ``at`` is the event's number, or a pattern: then the first one that it fits is meant.
+    """
     seen: list[str] = []
-    busy = False
+    busy = done = False
 
     def hook(event: str, values: tuple[object, ...]) -> None:
-        nonlocal busy
+        nonlocal busy, done
         if busy or event not in EVENTS:
             return
         path = values[0] if values else None
@@ -41,8 +45,8 @@ def watch(places: list[str], at: int | None, do: str) -> list[str]:
         if not relative and not name.startswith(tuple(places)):
             return
         seen.append(f"{event} {name}")
-        if len(seen) == at:
-            busy = True
+        if not done and (re.search(at, seen[-1]) if isinstance(at, str) else len(seen) == at):
+            busy = done = True
             exec(do, {"os": os})  # noqa: S102 - the fault that the test chose
             busy = False
 

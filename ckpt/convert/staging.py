@@ -235,6 +235,7 @@ def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
             file=stage.parent,
             expected=f"{format_bytes(needed_bytes + _RESERVE_BYTES)} free",
             found=format_bytes(free),
+            hint="Make room, or choose another place; the same command goes on from here",
         )
 
 
