@@ -29,7 +29,7 @@ from ckpt.manifest import fingerprint
 from ckpt.metamodel import ModelBuilder
 from ckpt.progress import Progress, Silent
 from ckpt.shards import REFERENCE_FILE, assign, file_names
-from ckpt.sources import open_source
+from ckpt.sources import open_source, reading
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.storage import stamp
 from ckpt.tensors import DType
@@ -89,7 +89,7 @@ def plan_conversion(
     Raises SourceError, FamilyError, PlanError or OptionsError for whatever cannot be
     converted exactly.
     """
-    with unhurried_collector():
+    with unhurried_collector(), reading(source):
         return _plan(open_source(source, iteration), options)
 
 
@@ -321,13 +321,18 @@ def _fingerprint(
 
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What tells one state of a checkpoint from another, without reading its tensors."""
+    """What tells one state of a checkpoint from another, without reading its tensors.
+
+    Its files are held to the state that they had before the first of them was read.
+    """
+    known = checkpoint.stamps
     return {
         "path": str(checkpoint.directory.resolve()),
         "iteration": checkpoint.iteration,
         "format": checkpoint.format,
         "files": {
-            str(path.relative_to(checkpoint.directory)): stamp(path) for path in checkpoint.files
+            str(path.relative_to(checkpoint.directory)): known.get(str(path)) or stamp(path)
+            for path in checkpoint.files
         },
         "metadata_sha256": {
             path.name: sha256(path.read_bytes()).hexdigest() for path in checkpoint.metadata_files

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from ckpt.errors import SourceError
 from ckpt.sources import deepspeed, legacy, torch_dcp, torch_dist, universal, zarr, zero
 from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.locate import IterationChoice, Located, locate
-from ckpt.storage import list_whole, refresh
+from ckpt.storage import list_whole, refresh, stamps_below
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["FORMATS", "Checkpoint", "Parallelism", "locate", "open_source"]
+__all__ = ["FORMATS", "Checkpoint", "Parallelism", "locate", "open_source", "reading"]
+_KEEP = "It was there a moment ago: put it back, and keep it until it is converted"
 
 
 class SourceFormat(Protocol):
@@ -52,13 +56,22 @@ def open_source(
     UnsafePickleError when one of its pickles asks for code.
     """
     refresh(path)
-    try:
+    with reading(path):
         located = locate(path, iteration)
         list_whole(located.directory)
-        return FORMATS[located.format].read(located, spans=spans)
-    except OSError as error:  # a directory that cannot be listed, an object that went away
-        raise SourceError(
-            f"cannot read: {error.strerror}",
-            file=error.filename or path,
-            hint="Give yourself the right to read it, or wait until its writer has finished",
-        ) from error
+        if located.format not in FORMATS:  # it was there a moment ago
+            raise SourceError("the checkpoint went away", file=located.directory, hint=_KEEP)
+        # Before the first file is read: what is planned with belongs to this state or an older one.
+        stamps = dict(stamps_below(located.directory)) if spans else {}
+        return replace(FORMATS[located.format].read(located, spans=spans), stamps=stamps)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what cannot be read inside into a SourceError: no right to, or gone meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        file, gone = error.filename or path, isinstance(error, FileNotFoundError)
+        hint = _KEEP if gone else "Give yourself the right to read it, or mend what holds it"
+        raise SourceError(f"cannot read: {error.strerror}", file=file, hint=hint) from error

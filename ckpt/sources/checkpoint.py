@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt.sources.names import Skipped
+    from ckpt.storage import Stamp
     from ckpt.tensors import DType, SourceTensor
 
 
@@ -40,7 +41,8 @@ class Checkpoint:
     ``missing_args`` says where to look for them when there are none.
     ``files`` are all files that a conversion may read; ``metadata_files`` those whose
     content (not only size and time) identifies the checkpoint. ``raw_names`` are the tensors'
-    names as they are stored, where these differ from rank to rank none.
+    names as they are stored, where these differ from rank to rank none. ``stamps`` are those of
+    its files before the first of them was read.
     """
 
     format: str
@@ -57,6 +59,7 @@ class Checkpoint:
     notes: tuple[str, ...] = field(default=())
     raw_names: tuple[str, ...] = field(default=())
     missing_args: str = ""
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     def dtypes(self) -> dict[DType, int]:
         """How many tensors have each element type."""

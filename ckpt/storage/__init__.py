@@ -8,6 +8,7 @@ the slashes, so that plain text can name either.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -107,6 +108,26 @@ def scan(directory: Path) -> Iterator[Scanned]:
         for found in entries:
             is_directory = found.is_dir()
             yield Scanned(found.name, is_directory, 0 if is_directory else found.stat().st_size)
+
+
+def stamps_below(directory: Path, depth: int = 4) -> Iterator[tuple[str, Stamp]]:
+    """Every file in a directory and so many levels of others in it, by its path, with its stamp."""
+    if is_remote(directory):
+        for entry in as_object(directory).entries():
+            path = directory / entry.name
+            if entry.is_directory:
+                yield from stamps_below(path, depth - 1) if depth else ()
+            else:
+                yield str(path), stamp(path)
+        return
+    with os.scandir(directory) as entries:
+        for found in entries:
+            with suppress(FileNotFoundError):  # a link that leads nowhere, or removed this moment
+                if not found.is_dir():
+                    state = found.stat()
+                    yield found.path, (state.st_size, state.st_mtime_ns)
+                elif depth:
+                    yield from stamps_below(Path(found.path), depth - 1)
 
 
 def stamp(file: Path) -> Stamp:
