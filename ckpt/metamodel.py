@@ -64,6 +64,7 @@ class ModelBuilder(AbstractContextManager["ModelBuilder"]):
         """Start loading, unless this process has transformers at hand or a memo may answer."""
         self._child: subprocess.Popen[str] | None = None
         self._memo = ModelMemo(cache) if cache else None
+        self._known: MetaModel | None = None
         if self._memo is None or not self._memo.knows_libraries():
             self._start()
 
@@ -97,15 +98,22 @@ class ModelBuilder(AbstractContextManager["ModelBuilder"]):
 
         Raises ModelError when transformers cannot build a model from it.
         """
-        if self._memo is None:
-            return self._build(config)
-        known = self._memo.load(config)
-        if known is not None:
-            return replace(_from_json(known), built="memo")
-        model = self._build(config)
-        if not model.lacks:
+        self.expect(config)
+        model = self._known or self._build(config)
+        if self._memo is not None and model.built == "now" and not model.lacks:
             self._memo.save(config, asdict(model))
         return model
+
+    def expect(self, config: Mapping[str, Any]) -> None:
+        """Look whether the model of this config.json is kept; start loading if it is not.
+
+        Called as soon as the content is known, so that the libraries load beside other work.
+        """
+        if self._known is None and self._memo is not None:
+            found = self._memo.load(config)
+            self._known = replace(_from_json(found), built="memo") if found else None
+        if self._known is None:
+            self._start()
 
     def _build(self, config: Mapping[str, Any]) -> MetaModel:
         self._start()

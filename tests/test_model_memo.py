@@ -108,6 +108,18 @@ def test_no_process_is_started_where_the_memo_answers(tmp_path, monkeypatch):
         assert builder._child is not None
 
 
+def test_what_is_not_kept_is_loaded_beside_other_work(tmp_path, monkeypatch):
+    """As soon as the content of config.json is known, not when the model is asked for."""
+    keep(tmp_path)
+    monkeypatch.setattr(metamodel, "_LOADED", "no.such.module")
+    with ModelBuilder(tmp_path) as builder:
+        builder.expect(CONFIG)
+        assert builder._child is None
+    with ModelBuilder(tmp_path) as builder:
+        builder.expect({**CONFIG, "hidden_size": 72})
+        assert builder._child is not None
+
+
 @pytest.mark.parametrize(
     ("name", "counts"),
     [

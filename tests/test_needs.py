@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_plan_of_what_does_not_fit_is_printed_and_says_so(tmp_path, source, mo
 def test_finished_files_of_an_interrupted_run_need_no_room(tmp_path, source, monkeypatch):
     """A run that goes on needs what is still to be written; another one what is not freed."""
     out, planned = tmp_path / "out", plan_conversion(source, SMALL_FILES)
-    first = needs_of(planned, out, 1).room
+    first = needs_of(planned, out, 1)
 
     class Killed(Notes):
         def advance(self, amount):
@@ -136,11 +137,15 @@ def test_finished_files_of_an_interrupted_run_need_no_room(tmp_path, source, mon
         convert_checkpoint(source, out, SMALL_FILES, progress=Killed())
     kept = sum(file.stat().st_size for file in stage_path(out).glob("*.safetensors"))
     assert kept > 0
-    again = needs_of(planned, out, 1).room
-    assert (again.needed, again.kept_bytes) == (first.needed - kept, kept)
+    again = needs_of(planned, out, 1)
+    assert again.room.needed == first.room.needed - kept
+    assert again.room.kept_bytes == kept
+    assert again.written_bytes == first.written_bytes - kept
+    assert 0 < again.read_bytes < first.read_bytes - kept / 2
+    assert again.shards == first.shards
     other = needs_of(plan_conversion(source, ConvertOptions(dtype="fp16")), out, 1).room
     assert (other.kept_bytes, other.freed_bytes) == (0, kept)
-    with_room(monkeypatch, again.needed)
+    with_room(monkeypatch, again.room.needed)
     convert_checkpoint(source, out, SMALL_FILES)
     assert (out / "config.json").is_file()
 
@@ -235,17 +240,16 @@ def test_other_machines_and_small_sources_are_not_measured(large):
 def test_an_estimate_says_what_it_rests_on(tmp_path, source):
     """The slower of reading and hashing, since they go on at the same time; then the copies."""
     plain = needs_of(plan_conversion(source, ConvertOptions()), tmp_path / "out", 1)
-    values = {**vars(plain), "read_bytes": 10**12, "compared_bytes": 10**11}
-    shards = (needs.Shard("model.safetensors", 10**12, 5),)
-    reads = rates.ReadRate(10**9, 8)
-    found = needs.Needs(**{**values, "shards": shards, "reads": reads, "hashed_per_second": 2e9})
+    changes = {"read_bytes": 10**12, "compared_bytes": 10**11, "written_bytes": 10**12}
+    changes |= {"reads": rates.ReadRate(10**9, 8), "hashed_per_second": 2e9}
+    found = replace(plain, **changes)
     assert found.seconds == 1000 + 100
     assert found.as_dict()["estimate"]["text"] == (
         "about 18 min at 1.0 GB/s (read rate of 1.0 GB/s measured now at 8 places, SHA-256 "
         "2.0 GB/s a worker; the output disk is not measured)"
     )
-    slow = needs.Needs(**{**values, "shards": shards, "reads": reads, "hashed_per_second": 5e8})
-    assert slow.seconds == 2000 + 100
+    assert replace(found, hashed_per_second=5e8).seconds == 2000 + 100
+    assert replace(found, hashed_per_second=5e8, workers=4).seconds == 1000 + 100
 
 
 def test_the_hash_rate_takes_milliseconds():

@@ -165,6 +165,7 @@ def convert_checkpoint(
     staging.check_output(output, overwrite=options.overwrite)
     with ModelBuilder(options.cache) as builder:
         conversion = plan_conversion(source, options, iteration=iteration)
+        builder.expect(conversion.config)  # copies are compared meanwhile
         return carry_out(
             conversion, output, options, progress=progress, builder=builder, share=share
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from ckpt.storage import is_remote
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from ckpt.convert.conversion import Conversion
     from ckpt.convert.plan import Plan
@@ -84,23 +83,19 @@ class Room:
 class Needs:
     """What a conversion reads, compares and writes, and on what its time depends.
 
+    Files that an interrupted run has finished are among the ``shards``, and not read or written.
     ``plan_bytes`` is the memory that the process took that made the plan, where it is known.
     """
 
     read_bytes: int
     compared_bytes: int
+    written_bytes: int
     shards: tuple[Shard, ...]
-    beside_bytes: int
     room: Room
     reads: ReadRate
     hashed_per_second: float
     workers: int = 1
     plan_bytes: int | None = None
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of all files but those that are made last, which are small."""
-        return sum(shard.nbytes for shard in self.shards) + self.beside_bytes
 
     @property
     def seconds(self) -> float | None:
@@ -203,19 +198,21 @@ def needs_of(
     plan, files = conversion.plan, conversion.files
     if own is not None:
         files = tuple(file for file in files if file[0] in own)
-    copies = _copies(plan, {spec.name for _, specs in files for spec in specs})
-    compared = sum([check.first.nbytes + check.other.nbytes for check in plan.checks])
     shards = tuple([_shard(name, specs) for name, specs in files])
-    nbytes = sum(shard.nbytes for shard in shards)
+    room, finished = _room(conversion, output, shards)
+    lacking = [(name, specs) for name, specs in files if name not in finished]
+    copies = _copies(plan, {spec.name for _, specs in lacking for spec in specs})
+    compared = sum([check.first.nbytes + check.other.nbytes for check in plan.checks])
+    nbytes = sum(shard.nbytes for shard in shards) - room.kept_bytes
     return Needs(
         read_bytes=sum([copy.rows * copy.width for copy in copies]),
         compared_bytes=compared * len(files) // max(1, len(conversion.files)),
+        written_bytes=nbytes + _beside(conversion),
         shards=shards,
-        beside_bytes=_beside(conversion),
-        room=_room(conversion, output, shards),
+        room=room,
         reads=measure_reads(copies),
         hashed_per_second=hash_rate(),
-        workers=choose_workers(None if workers == "auto" else workers, len(files), nbytes),
+        workers=choose_workers(None if workers == "auto" else workers, len(lacking), nbytes),
         plan_bytes=_own_peak(),
     )
 
@@ -229,42 +226,38 @@ def _own_peak() -> int | None:
         return None
 
 
-def _room(conversion: Conversion, output: Path, shards: Sequence[Shard]) -> Room:
-    from ckpt.convert.staging import stage_path  # noqa: PLC0415 - planning needs no NumPy
+def _room(
+    conversion: Conversion, output: Path, shards: Sequence[Shard]
+) -> tuple[Room, Mapping[str, int]]:
+    """The room, and the files that a run of the same conversion has finished, with their bytes."""
+    from ckpt.convert import staging  # noqa: PLC0415 - planning needs no NumPy
 
     wanted = sum(shard.nbytes for shard in shards) + _beside(conversion)
     if is_remote(output):
-        return Room(output, wanted + RESERVE_BYTES, None)
-    stage, place = stage_path(output), _existing(output)
-    same = _is_of(stage, conversion.fingerprint)
-    there = _finished(stage, {shard.name for shard in shards} if same else None)
+        return Room(output, wanted + RESERVE_BYTES, None), {}
+    stage, place = staging.stage_path(output), _existing(output)
+    there, names = _weights_in(stage), {shard.name for shard in shards}
     try:
         free = shutil.disk_usage(place).free
     except OSError:
         free = None
-    kept = there if same else 0
-    needed = max(0, wanted - kept) + RESERVE_BYTES
-    return Room(place, needed, free, kept, 0 if same else there)
+    if not staging.read_state(stage, staging.Purpose(conversion.fingerprint, {}, {})):
+        return Room(place, wanted + RESERVE_BYTES, free, freed_bytes=sum(there.values())), {}
+    finished = {name: size for name, size in there.items() if name in names}
+    kept = sum(finished.values())
+    return Room(place, max(0, wanted - kept) + RESERVE_BYTES, free, kept), finished
 
 
 def _beside(conversion: Conversion) -> int:
     return sum(copied.stamp[0] for copied in conversion.copied)
 
 
-def _finished(stage: Path, own: Container[str] | None) -> int:
+def _weights_in(stage: Path) -> dict[str, int]:
+    """Sizes of finished files of weights."""
     try:
-        files = [file for file in stage.glob("*.safetensors") if own is None or file.name in own]
-        return sum(file.stat().st_size for file in files)
+        return {file.name: file.stat().st_size for file in stage.glob("*.safetensors")}
     except OSError:
-        return 0
-
-
-def _is_of(stage: Path, fingerprint: str) -> bool:
-    try:
-        content = json.loads((stage / "ckpt-stage.json").read_text(encoding="utf-8"))
-        return bool(content["fingerprint"] == fingerprint)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return False
+        return {}
 
 
 def _existing(output: Path) -> Path:
