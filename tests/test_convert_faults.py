@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from ckpt.cli import main
 from ckpt.config import ConvertOptions
-from ckpt.convert import convert_checkpoint, staging
+from ckpt.convert import convert_checkpoint, publish, staging
 from ckpt.convert import write as write_module
 from ckpt.convert.staging import stage_path
 from ckpt.errors import OutputError
@@ -362,7 +362,7 @@ def test_a_crash_while_outputs_change_places_is_mended_by_the_next_run(
 
     monkeypatch.setattr(Path, "rename", killed)
     if not at_once:
-        monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+        monkeypatch.setattr(publish, "_exchange", lambda *_: False)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, out, ConvertOptions(overwrite=True, dtype="bf16"))
     monkeypatch.undo()

@@ -147,7 +147,7 @@ def test_a_kill_while_an_output_is_replaced_leaves_the_old_or_the_new_model(
     forks, whole, tmp_path, at_once, every
 ):
     """Where names cannot be exchanged in one step, the old one may lie beside for a moment."""
-    first = "" if at_once else "from ckpt.convert import staging; staging._exchange = lambda *_: 0"
+    first = "" if at_once else "from ckpt.convert import publish; publish._exchange = lambda *_: 0"
     place = tmp_path / "place"
     place.mkdir()
     finish(forks, whole, place / "out")

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ckpt.convert import locks, staging
+from ckpt.convert import locks, publish, staging
 from ckpt.convert.checks import compare_copies, describe_drift
 from ckpt.convert.collect import check_finished, part_report
 from ckpt.convert.conversion import ConvertReport, PartReport, describe_outcome
@@ -52,9 +52,9 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
     staging.check_apart(output, run.conversion.checkpoint.directory)
     with locks.claim(output, run.share, note) as claim:
         staging.check_output(output, overwrite=run.options.overwrite)
-        finished = staging.finished_section(run.stage, run.conversion.fingerprint)
+        finished = publish.finished_section(run.stage, run.conversion.fingerprint)
         if finished and not run.is_part:
-            staging.publish(run.stage, output)
+            publish.publish(run.stage, output, overwrite=run.options.overwrite)
             return ConvertReport(output, finished)
         for text in (*run.conversion.notes, *([run.share.note()] if run.is_part else [])):
             note(f"note: {text}")
@@ -83,12 +83,12 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
 def _finish(run: Run, stage: Path, written: list[Written], started: float) -> ConvertReport:
     with disk_faults(stage):
         written += _write_beside(run.conversion, stage)
+        publish.check_names(stage, [file.name for file in written])
         staging.check_written(stage, run.conversion.files)
-        staging.check_names(stage, [file.name for file in written])
         seconds = time.monotonic() - started
         section = describe_outcome(run.conversion, run.options, written, seconds)
         write_stage(stage, "convert", section)  # from here on nothing is left but a rename
-    staging.publish(stage, run.output)
+    publish.publish(stage, run.output, overwrite=run.options.overwrite)
     return ConvertReport(run.output, section)
 
 

@@ -1,4 +1,4 @@
-"""The directory in which an output grows, and the one moment in which it appears.
+"""The directory in which an output grows.
 
 Output ``OUT`` grows in ``.OUT.ckpt-partial`` beside it and is renamed when it is complete.
 config.json is written after the weights, so an interrupted stage loads as nothing.
@@ -6,27 +6,26 @@ config.json is written after the weights, so an interrupted stage loads as nothi
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import os
 import shutil
 from dataclasses import dataclass
+from errno import EACCES
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.convert import object_stage
-from ckpt.convert.units import RECEIPT_SUFFIX, file_digest, own_place
+from ckpt.convert.units import RECEIPT_SUFFIX, own_place
 from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
-from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, read_stage, write_json
+from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, write_json
 from ckpt.shards import INDEX_NAME, read_header
-from ckpt.storage import files_below, is_remote, lies_in, refresh
+from ckpt.storage import is_remote, lies_in, refresh
 from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpt.convert.locks import Claim
     from ckpt.convert.share import Share
@@ -35,17 +34,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Purpose",
     "check_apart",
-    "check_names",
     "check_output",
     "check_room",
     "check_written",
     "clear_parts",
     "clear_receipts",
     "describe",
-    "finished_section",
     "marker",
     "open_stage",
-    "publish",
+    "own_files",
     "read_state",
     "record_checks",
     "recorded_checks",
@@ -55,6 +52,7 @@ __all__ = [
 _STATE_NAME = "ckpt-stage.json"
 _CHECKS_NAME = "ckpt-checked-{:05d}-of-{:05d}.json"
 _CHECKS_GLOB = "ckpt-checked-*.json"
+_STATE_KINDS = {"fingerprint": str, "parts": int, "options": dict, "source": dict}
 _SHOWN = 3
 _RESERVE_BYTES = 64 * 2**20
 
@@ -71,20 +69,54 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if is_remote(output):
         object_stage.check_output(output, overwrite=overwrite)
         return
-    if output.is_symlink() or output.is_file():
-        raise OutputError("the output is not a directory", file=output)
-    if not output.exists() or not any(output.iterdir()):
+    try:
+        free, ours = _is_free(output), (output / MANIFEST_NAME).is_file()
+    except OSError as error:
+        raise OutputError(
+            f"cannot look at it: {error.strerror}",
+            file=output,
+            hint="Give yourself the right to, or choose another one",
+        ) from error
+    if free:
         return
     if not overwrite:
         raise OutputError(
             "the output exists", file=output, hint="Choose another one, or give --overwrite"
         )
-    if not (output / MANIFEST_NAME).is_file():
+    if not ours:
         raise OutputError(
             "the output exists and was not written by ckpt, so --overwrite does not touch it",
             file=output,
             hint="Remove it yourself, or choose another one",
         )
+
+
+def _is_free(output: Path) -> bool:
+    """Whether a directory can take this name; one without content gives way to it."""
+    if output.is_symlink() or output.is_file():
+        raise OutputError("the output is not a directory", file=output)
+    if not output.exists():
+        return True
+    if _is_mount_point(output):
+        raise OutputError(
+            "the output is a mount point, which no finished directory can replace",
+            file=output,
+            hint=f"Give a directory in it, such as {output / 'model'}",
+        )
+    return not any(output.iterdir())
+
+
+def _is_mount_point(directory: Path) -> bool:
+    """Also where a directory of the same file system is bound, as containers do."""
+    if directory.is_mount():
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    place = os.fsencode(directory.resolve())
+    escaped = place.replace(b"\\", rb"\134").replace(b" ", rb"\040")
+    return any(line.split(b" ")[4] == escaped for line in lines)
 
 
 def check_apart(output: Path, source: Path) -> None:
@@ -173,6 +205,14 @@ def _prepare(
     claim: Claim, stage: Path, purpose: Purpose, share: Share, note: Callable[[str], None]
 ) -> None:
     known = read_state(stage, purpose)
+    if not is_remote(stage) and (stage.is_symlink() or stage.is_file()):
+        raise OutputError(
+            "this is where the output grows, and it is no directory",
+            file=stage,
+            hint="Remove it yourself",
+        )
+    if not is_remote(stage) and stage.exists() and not os.access(stage.parent, os.W_OK):
+        raise PermissionError(EACCES, os.strerror(EACCES))  # it could never be renamed
     if own_place(stage).exists() and not known:
         why = purpose.differs_from(_stored(stage))
         if share.partial and not claim.sure:
@@ -219,7 +259,10 @@ def _stored(stage: Path) -> dict[str, Any]:
         content = json.loads((own_place(stage) / _STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    known = isinstance(content, dict) and all(
+        isinstance(content.get(key), kind) for key, kind in _STATE_KINDS.items()
+    )
+    return content if known else {}
 
 
 def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
@@ -291,111 +334,11 @@ def check_written(stage: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]
 
 def clear_receipts(stage: Path) -> None:
     """Remove what only an interrupted run needs."""
-    for file in list(_own_files(stage)):
+    for file in list(own_files(stage)):
         file.unlink(missing_ok=True)
 
 
-def _own_files(stage: Path) -> Iterator[Path]:
+def own_files(stage: Path) -> Iterator[Path]:
     """What lies in a stage beside its content."""
     for pattern in (f"*{RECEIPT_SUFFIX}", _CHECKS_GLOB, _STATE_NAME, f".*{TEMPORARY_SUFFIX}"):
         yield from own_place(stage).glob(pattern)
-
-
-def finished_section(stage: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The manifest's section of a stage that only has to be published, read whole to be sure.
-
-    None for any other: the run that wrote it ended before, or it is not what was written.
-    """
-    if is_remote(stage):
-        return object_stage.finished_section(stage, fingerprint)
-    try:
-        section = read_stage(stage, "convert")
-    except OutputError:
-        return None
-    if section is None or section.get("fingerprint") != fingerprint:
-        return None
-    try:
-        outputs = {str(entry["name"]): entry["sha256"] for entry in section["outputs"]}
-    except (LookupError, TypeError):
-        return None
-    whole = all(file_digest(stage / name) == digest for name, digest in outputs.items())
-    return section if whole and outputs else None
-
-
-def check_names(stage: Path, names: Iterable[str]) -> None:
-    """Raise OutputError when anything but these files would be published with the stage."""
-    there = {str(path.relative_to(stage)) for path in files_below(stage)}
-    own = {str(path.relative_to(stage)) for path in _own_files(stage)}
-    strange = sorted(there - own - set(names))
-    if strange:
-        raise OutputError(
-            "files that do not belong here",
-            file=stage,
-            found=", ".join(strange),
-            hint="Move them away; the same command then goes on from here",
-        )
-
-
-def publish(stage: Path, output: Path) -> None:
-    """Let the finished directory appear under its name; an older output goes away.
-
-    Where the file system can, both change places at once: one of them is always there.
-    """
-    if is_remote(output):
-        object_stage.clear_own(output)
-        return
-    old = output.with_name(f".{output.name}.ckpt-old")
-    try:
-        clear_receipts(stage)
-        for directory in (stage, *(path for path in stage.rglob("*") if path.is_dir())):
-            _flush(directory)
-        if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            _replace(stage, output, old)
-        else:
-            stage.rename(output)
-        _flush(output.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot put the output in place: {error.strerror}",
-            file=output,
-            hint="It is finished: once that is mended, the same command only puts it there",
-        ) from error
-
-
-def _replace(stage: Path, output: Path, old: Path) -> None:
-    if _exchange(stage, output):
-        stage.rename(old)
-    else:
-        output.rename(old)
-        stage.rename(output)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two directories change names in one step; False where that does not exist (rename(2))."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}:
-        return False
-    raise OSError(number, os.strerror(number))
-
-
-def _flush(directory: Path) -> None:
-    """Make names in a directory durable; some file systems refuse that, or need it not."""
-    try:
-        fd = os.open(directory, os.O_RDONLY)
-    except PermissionError:  # it may be written and not be read
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(fd)
