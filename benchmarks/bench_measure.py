@@ -73,7 +73,7 @@ class RunError(Exception):
     @property
     def out_of_memory(self) -> bool:
         """Whether it says so, or was killed for it."""
-        words = ("out of memory", "MemoryError", "Cannot allocate memory", "allocate memory")
+        words = ("out of memory", "MemoryError", "memory allocation", "allocate memory")
         return any(word in self.text for word in words) or self.code == -9  # noqa: PLR2004 - SIGKILL
 
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_convert import Race, check_output
+from bench_convert import check_output, fingerprints
 from bench_measure import Program, Run, RunError, measure
 from bench_report import BEGIN, END, Row, Table, write_markdown
-from synthetic import CASES, write_checkpoint
+from synthetic import CASES, expected, write_checkpoint
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint
@@ -102,17 +102,19 @@ def test_an_output_with_one_other_bit_ends_the_benchmark(tmp_path):
     """The comparison takes in every byte of every tensor."""
     case = CASES["dense-torch_dist"]
     model = write_checkpoint(tmp_path / "source", case, 20_000_000)
-    race = Race(case, model, tmp_path / "source", tmp_path, warm=False)
-    convert_checkpoint(race.source, race.output, ConvertOptions())
-    check_output(race, race.output)
-    (file,) = race.output.glob("*.safetensors")
+    truth, output = fingerprints(expected(case, model)), tmp_path / "output"
+    convert_checkpoint(tmp_path / "source", output, ConvertOptions())
+    check_output(output, truth)
+    (file,) = output.glob("*.safetensors")
     with file.open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         last = stream.read()[0]
         stream.seek(-1, os.SEEK_END)
         stream.write(bytes([last ^ 1]))
-    with pytest.raises(SystemExit, match="differs"):
-        check_output(race, race.output)
+    with pytest.raises(SystemExit, match=r"1 tensors differ; [\w.]+: .*bfloat16"):
+        check_output(output, truth)
+    with pytest.raises(SystemExit, match="2 tensors differ"):
+        check_output(output, {**truth, "another": ("torch.bfloat16", (3,), "")})
 
 
 @pytest.mark.slow
