@@ -10,11 +10,15 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from builders import Model, write_legacy, write_tokenizer
 
 from ckpt.convert.staging import stage_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 REPOSITORY = Path(__file__).parent.parent
 MODEL = Model(hidden=240, ffn=352, heads=12, groups=6, head_dim=20, vocab=1031, layers=2)
@@ -106,6 +110,12 @@ def convert_undisturbed(forks: Forks, place: Path) -> Undisturbed:
         done = forks.run(source, out, *options)
         assert done.code == 0, done.said
     return Undisturbed(source, options, contents(out), done.seconds, done.events)
+
+
+def slow_but(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Parameters of a test: those that are not ``chosen`` run with the slow tests."""
+    slow = pytest.mark.slow
+    return [value if value in chosen else pytest.param(value, marks=slow) for value in values]
 
 
 def make_source(place: Path) -> Path:

@@ -8,7 +8,7 @@ import shutil
 import signal
 
 import pytest
-from faults import assert_refused, contents
+from faults import assert_refused, contents, slow_but
 from volumes import tmpfs
 
 from ckpt.convert.staging import stage_path
@@ -74,7 +74,9 @@ DAMAGES = {  # of a finished file and its receipt
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", slow_but(DAMAGES, "another hash", "a weight flipped", "no receipt", "a link")
+)
 def test_a_finished_file_that_was_touched_is_written_again_and_no_other(forks, whole, out, damage):
     """A receipt counts with its seal, and a file with its size and time, or else its SHA-256."""
     stage, before = stage_path(out), stamps(stage_path(out))
@@ -192,7 +194,7 @@ DENIED = {  # what, its mode, and what is said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="made for root, who loses its rights")
-@pytest.mark.parametrize("what", DENIED)
+@pytest.mark.parametrize("what", slow_but(DENIED, "place", "file"))
 def test_what_modes_of_files_forbid_is_one_line(forks, whole, out, what):
     """The kernel says no: the run has none of root's rights."""
     name, mode, words = DENIED[what]

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from faults import assert_refused, check_left, contents
+from faults import assert_refused, check_left, contents, slow_but
 from volumes import FILLER, after_power_loss, ext4, leave, tmpfs
 
 from ckpt.convert.staging import stage_path
@@ -24,7 +24,6 @@ MOMENTS = {
     "config.json": (r"open .*/\.config\.json\.", 0),
     "the manifest": (r"open .*/\.ckpt-manifest\.json\.", 0),
 }
-SOME = ("the lock", "the first byte", "the middle", "a receipt", "config.json", "the manifest")
 FULL = ("the disk is full", "No space left", "not enough room")
 WINDOWS = "from ckpt.convert import read; read.WINDOW_BYTES = 2**16"
 
@@ -36,9 +35,7 @@ def disk(request, tmp_path_factory):
         yield place
 
 
-@pytest.mark.parametrize(
-    "moment", [m if m in SOME else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS]
-)
+@pytest.mark.parametrize("moment", slow_but(MOMENTS, "the middle", "a receipt"))
 def test_a23_a_disk_that_gets_full_at_any_moment_costs_nothing_that_is_finished(
     forks, whole, disk, moment
 ):
@@ -112,13 +109,12 @@ def test_a_run_that_flushes_nothing_is_seen_to_lose_its_model(forks, whole, powe
     shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_power_failure_at_any_moment_leaves_what_the_same_command_goes_on_from(
-    forks, whole, powered, every
+    forks, whole, powered
 ):
     """Whatever has a receipt is whole; the run that goes on there ends in the same bytes."""
-    steps = range(20, len(whole.events), 9 if every else 40)
-    for step in steps:
+    for step in range(20, len(whole.events), 9):
         out = powered / "out"
         kill = "import os; os.kill(os.getpid(), 9)"
         done = forks.run(whole.source, out, *whole.options, at=step, do=kill)

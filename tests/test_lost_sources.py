@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from builders import Model, write_legacy, write_torch_dist
-from faults import assert_refused, check_left, contents
+from faults import assert_refused, check_left, contents, slow_but
 from tiny_megatron import Ranks, TinyModel, write_dcp, write_zarr
 
 from ckpt.convert.staging import stage_path
@@ -68,7 +68,7 @@ def without_manifest(out):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, "deleted", "overwritten"))
 def test_a_checkpoint_that_is_lost_or_changed_under_way_gives_one_line_or_the_right_bytes(
     forks, whole, source, fault, moment
 ):
@@ -140,10 +140,17 @@ def other_save(place, format_):
 
 
 @pytest.mark.parametrize(
-    ("format_", "spoil"),
-    [*product(WRITERS, ("deleted", "cut short")), ("torch", "saved again")],
+    ("format_", "spoil", "every"),
+    [
+        ("torch", "saved again", 3),
+        ("torch_dist", "deleted", 4),
+        pytest.param("torch", "saved again", 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(format_, spoil, 1, marks=pytest.mark.slow)
+            for format_, spoil in product(WRITERS, ("deleted", "cut short"))
+        ),
+    ],
 )
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_is_lost_or_saved_again_while_it_is_listed_gives_one_line(
     forks, tmp_path, format_, spoil, every
 ):

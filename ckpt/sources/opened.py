@@ -68,10 +68,21 @@ class _File:
         at = offset - self._start
         if at < 0 or at + length > len(self._kept):
             if length > _WINDOW_BYTES:
-                return os.pread(self._descriptor, length, offset)
-            self._kept = os.pread(self._descriptor, _WINDOW_BYTES, offset)
+                return self._read_all(offset, length)
+            self._kept = self._read_all(offset, _WINDOW_BYTES)
             self._start, at = offset, 0
         return self._kept[at : at + length]
+
+    def _read_all(self, offset: int, length: int) -> bytes:
+        """One call may give less than there is: never more than 2 GiB, at times far less."""
+        parts, end = [], min(offset + length, self.size)
+        while offset < end:
+            part = os.pread(self._descriptor, end - offset, offset)
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
 
     def expect(self, parts: Sequence[Part]) -> None:
         """Nothing: a read costs little here."""
