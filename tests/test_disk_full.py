@@ -101,12 +101,17 @@ def test_a_model_that_was_reported_is_whole_after_a_power_failure(forks, whole, 
 
 
 def test_a_run_that_flushes_nothing_is_seen_to_lose_its_model(forks, whole, powered):
-    """The test above would notice."""
+    """The test above would notice; not each time, since anybody may flush all file systems."""
     out, lazy = powered / "out", "import os; os.fsync = lambda fd: None"
-    assert forks.run(whole.source, out, *whole.options, first=lazy).code == 0
-    with after_power_loss(powered, powered.with_name("seen")) as seen:
-        assert not (seen / "out").exists() or contents(seen / "out") != whole.contents
-    shutil.rmtree(out)
+    lost = False
+    for _ in range(8):
+        assert forks.run(whole.source, out, *whole.options, first=lazy).code == 0
+        with after_power_loss(powered, powered.with_name("seen")) as seen:
+            lost = not (seen / "out").exists() or contents(seen / "out") != whole.contents
+        shutil.rmtree(out)
+        if lost:
+            break
+    assert lost
 
 
 @pytest.mark.slow
