@@ -327,9 +327,21 @@ def test_a_worker_that_is_killed_is_named_by_its_file_and_the_rerun_goes_on(tmp_
     ],
 )
 def test_auto_goes_by_cpus_files_and_bytes(monkeypatch, cpus, files, gigabytes, expected):
-    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda _: set(range(cpus)))
+    monkeypatch.setattr(crew, "usable_cpus", lambda: cpus)
     assert choose_workers(None, files, int(gigabytes * 10**9)) == expected
     assert choose_workers(5, files, 0) == max(1, min(5, files))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("9900000 100000", 16),
+     ("", 16), ("1 2 3", 16), (None, 16)],
+)  # fmt: skip
+def test_a_container_has_no_more_cpus_than_its_limit(tmp_path, monkeypatch, text, expected):
+    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda _: set(range(16)))
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert crew.usable_cpus(tmp_path / "cpu.max") == expected
 
 
 def test_a_unit_is_small_to_send_and_the_same_when_it_arrives(source):
