@@ -343,6 +343,7 @@ def start(arguments, environ):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processes_of_a_job_array_work_at_the_same_time(tmp_path):
     """Started together, over what another conversion left; the last word is --finalize."""
     source, out = write_torch_dist(tmp_path / "run", Model(), tp=2), tmp_path / "out"

@@ -10,6 +10,7 @@ import os
 import time
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 0.1
 _MOST_WORKERS = 8
 _CPUS_EACH = 2  # one copies, one hashes
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _LEAST_BYTES_EACH = 4 * 10**9  # less is written in the time that processes take to start
 
 
@@ -128,6 +130,18 @@ def choose_workers(wanted: int | None, files: int, nbytes: int) -> int:
     ``wanted`` None leaves it to the number of CPUs and to the bytes. Never more than files.
     """
     if wanted is None:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        wanted = min((cpus or 1) // _CPUS_EACH, _MOST_WORKERS, nbytes // _LEAST_BYTES_EACH)
+        wanted = min(usable_cpus() // _CPUS_EACH, _MOST_WORKERS, nbytes // _LEAST_BYTES_EACH)
     return max(1, min(wanted, files))
+
+
+def usable_cpus(limit: Path = _CPU_LIMIT) -> int:
+    """CPUs that this process may use: those it is bound to, and no more than a container's limit.
+
+    ``limit`` is the file of control groups with it (Linux, cgroup-v2.rst, "cpu.max").
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = map(int, limit.read_text(encoding="ascii").split())
+    except (OSError, ValueError):  # no limit is written as a word
+        return cpus or 1
+    return max(1, min(cpus or 1, quota // max(period, 1)))
