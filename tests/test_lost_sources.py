@@ -8,8 +8,12 @@ from itertools import product
 import pytest
 from builders import Model, write_legacy, write_torch_dist
 from faults import assert_refused, check_left, contents, slow_but
+from tiny_deepspeed import llama, write_layers, write_ranks, write_universal, write_zero3
 from tiny_megatron import Ranks, TinyModel, write_dcp, write_zarr
 
+from ckpt.config import ConvertOptions
+from ckpt.convert import plan_conversion
+from ckpt.convert.run import units_of
 from ckpt.convert.staging import stage_path
 
 SMALL = Model()
@@ -179,3 +183,23 @@ def test_a_checkpoint_that_is_lost_or_saved_again_while_it_is_listed_gives_one_l
             assert without_manifest(out) in right, done.events[step - 1]
             shutil.rmtree(out)
         shutil.rmtree(source, ignore_errors=True)
+
+
+DEEPSPEED = {
+    "layers": lambda place: write_layers(place, llama(2)),
+    "ranks": lambda place: write_ranks(place, llama(2)),
+    "zero3": lambda place: write_zero3(place, llama(2), dp=3),
+    "universal": lambda place: write_universal(place, llama(2)),
+}
+
+
+@pytest.mark.parametrize("format_", [*WRITERS, *DEEPSPEED])
+def test_every_file_that_weights_come_from_is_held_to_its_stamp(tmp_path, format_):
+    """None is left out because its path was spelt otherwise."""
+    source = {**WRITERS, **DEEPSPEED}[format_](tmp_path / "run")
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    for place in (source, link):
+        conversion = plan_conversion(place, ConvertOptions())
+        for unit in units_of(conversion, ConvertOptions()):
+            assert {copy.file for copy in unit.copies()} == set(unit.stamps)
