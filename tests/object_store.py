@@ -1,4 +1,4 @@
-"""A real S3 server on loopback (moto), and directories copied into it and out of it."""
+"""Servers of object stores on loopback, and what lies in them by their libraries' own words."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "AKIAORIGINALKEY00001",
@@ -31,17 +34,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def moto_server(log: Path):
-    """The server's address; it runs in a process of its own and is ended afterwards."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+def _server(program: list[str], path: str, port: int, log: Path) -> Iterator[str]:
+    """The address of a server that runs in a process of its own and is ended afterwards."""
     with log.open("wb") as stream:
         server = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            [sys.executable, *program], stdout=stream, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
-        _wait(server, address, log)
+        _wait(server, f"{address}{path}", log)
         yield address
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -49,14 +51,49 @@ def moto_server(log: Path):
         server.wait()
 
 
-def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     end = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{address}/moto-api/", timeout=5).status_code < 500:
+            if httpx.get(url, timeout=5).status_code < 500:
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"moto did not start: {log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(f"no server: {log.read_text(errors='replace')[-2000:]}")
+
+
+def moto_server(log: Path) -> contextlib.AbstractContextManager[str]:
+    """An S3 server."""
+    port = free_port()
+    program = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    return _server(program, "/moto-api/", port, log)
+
+
+EMULATOR = """
+import sys, time
+from gcp_storage_emulator.server import create_server
+create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="weights").start()
+time.sleep(3600)
+"""
+
+
+@contextlib.contextmanager
+def emulator(log: Path) -> Iterator[dict[str, str]]:
+    """An emulator of Google's store, with a bucket; the environment that leads there."""
+    port = free_port()
+    with _server(["-c", EMULATOR, str(port)], "/storage/v1/b", port, log) as address:
+        yield {
+            "STORAGE_EMULATOR_HOST": address,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks by gRPC, which is not emulated
+        }
+
+
+def gs_files(url: str) -> dict[str, bytes]:
+    """All objects below a URL, by the library itself."""
+    import gcsfs
+
+    files = gcsfs.GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+    start = url.partition("://")[2] + "/"
+    return {name[len(start) :]: files.cat_file(name) for name in files.find(start)}
 
 
 def run_python(program: str, *args: str) -> subprocess.CompletedProcess[str]:

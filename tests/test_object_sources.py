@@ -209,6 +209,35 @@ def test_a_source_that_changes_after_the_plan_ends_the_run_by_name(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["torch", "torch_dist", "zarr"])
+def test_an_object_that_vanishes_after_the_listing_ends_the_plan_by_name(
+    tmp_path, bucket, monkeypatch, form
+):
+    """Between the listing and the first look into it."""
+    from ckpt import sources
+
+    source = FORMATS[form](tmp_path / "run")
+    url = bucket.put_directory(source, f"vanishing/{form}")
+    ends = {
+        "torch": "mp_rank_01_001/model_optim_rng.pt",
+        "torch_dist": ".distcp",
+        "zarr": ".zarray",
+    }
+    key = max(key for key in bucket.keys(f"vanishing/{form}/") if key.endswith(ends[form]))
+    listed = sources.list_whole
+
+    def delete(directory):
+        listed(directory)
+        bucket.delete(key)
+
+    monkeypatch.setattr(sources, "list_whole", delete)
+    with pytest.raises(SourceError, match="no such object") as error:
+        inspect_directory(to_location(url)) if form != "torch_dist" else plan_conversion(
+            to_location(url), ConvertOptions()
+        )
+    assert error.value.file == f"{bucket.url}/{key}"
+
+
 def test_an_object_that_is_replaced_while_it_is_read_is_noticed_at_the_end(tmp_path, bucket):
     """It was looked at before the first byte, and is again after the last."""
     bucket.put("late/file", bytes(3000))

@@ -139,7 +139,7 @@ class Index:
         views: dict[tuple[str, tuple[int, ...]], View] = {}
         for name, stored in by_file.items():
             with closing(open_file(self.directory / name)) as opened:
-                opened.expect([place for _, chunk in stored for place in _ends(chunk)])
+                opened.expect(place for _, chunk in stored for place in _ends(chunk))
                 for item, chunk in sorted(stored, key=lambda pair: pair[1].offset):
                     views[item.name, chunk.start] = _view(opened, item, chunk, self._reader)
         for item in items:

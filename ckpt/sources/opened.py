@@ -10,7 +10,7 @@ from ckpt.errors import SourceError
 from ckpt.storage import as_object, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     Part = tuple[int, int]  # where it begins, and its bytes
@@ -35,7 +35,7 @@ class OpenFile(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset`` on, fewer at the file's end."""
 
-    def expect(self, parts: Sequence[Part]) -> None:
+    def expect(self, parts: Iterable[Part]) -> None:
         """Say what will be read, so that it may be fetched at once."""
 
     def stream(self) -> BinaryIO:
@@ -84,7 +84,7 @@ class _File:
             offset += len(part)
         return b"".join(parts)
 
-    def expect(self, parts: Sequence[Part]) -> None:
+    def expect(self, parts: Iterable[Part]) -> None:
         """Nothing: a read costs little here."""
 
     def stream(self) -> BinaryIO:
@@ -132,7 +132,7 @@ class _Object:
             )
         return content
 
-    def expect(self, parts: Sequence[Part]) -> None:
+    def expect(self, parts: Iterable[Part]) -> None:
         wanted = []
         for offset, length in parts:
             end = min(offset + length, self.size)

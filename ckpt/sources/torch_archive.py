@@ -164,7 +164,7 @@ def _load(
     skipped = len(start)
     stored = {name[skipped:]: at for name, at in members.items() if name.startswith(start)}
     if spans:
-        opened.expect([(at, _LOCAL_HEADER.size) for at, size in stored.values() if size])
+        opened.expect((at, _LOCAL_HEADER.size) for at, size in stored.values() if size)
     storages = {
         key: _behind_header(opened, member) if spans and member[1] else member
         for key, member in stored.items()

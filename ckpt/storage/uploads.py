@@ -47,7 +47,8 @@ class Upload:
             return
         buffered = isinstance(stream, AbstractBufferedFile)
         try:
-            with suppress(FileNotFoundError), self._store.faults(
+            # What went wrong before is what counts; the next run looks for what is left.
+            with suppress(OSError, OutputError), self._store.faults(
                 self._key, "cannot give it up", OutputError
             ):  # fmt: skip
                 stream.discard()
