@@ -165,6 +165,8 @@ def main() -> None:
 def inspect(path: Path, iteration: Any, *, check: bool, as_json: bool) -> int:  # noqa: ANN401
     """Say what PATH holds: a training checkpoint in any known format, or a converted model.
 
+    PATH may be an s3:// or gs:// URL.
+
     Prints format, iteration, parallel sizes, family, element types, parameters and whether
     the checkpoint can be converted. No tensor is read.
 
@@ -265,7 +267,8 @@ def convert(
     """Convert the training checkpoint SOURCE to a Hugging Face directory OUTPUT.
 
     OUTPUT appears complete or not at all. A run that was interrupted goes on where it was
-    when the same command is given again.
+    when the same command is given again. SOURCE, OUTPUT and the directories of --tokenizer and
+    --reference may be s3:// or gs:// URLs; docs/object-stores.md says what that needs.
 
     On many machines, each process writes one part: which one is told by --shard-index and
     --num-shards, or by the job array, srun or torchrun that started it. Then the command is

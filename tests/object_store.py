@@ -34,12 +34,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _server(program: list[str], path: str, port: int, log: Path) -> Iterator[str]:
+def _server(program: str, port: int, path: str, log: Path) -> Iterator[str]:
     """The address of a server that runs in a process of its own and is ended afterwards."""
     with log.open("wb") as stream:
         server = subprocess.Popen(
-            [sys.executable, *program], stdout=stream, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            [sys.executable, "-c", ENDS_WITH_PARENT + program, str(port)],
+            stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
@@ -48,7 +48,7 @@ def _server(program: list[str], path: str, port: int, log: Path) -> Iterator[str
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.communicate()
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -63,13 +63,20 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 def moto_server(log: Path) -> contextlib.AbstractContextManager[str]:
     """An S3 server."""
-    port = free_port()
-    program = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    return _server(program, "/moto-api/", port, log)
+    return _server(MOTO, free_port(), "/moto-api/", log)
 
 
+# A test run that is killed cannot end its servers: they see its pipe close.
+ENDS_WITH_PARENT = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+"""
+MOTO = """
+from moto.server import main
+main(["-H", "127.0.0.1", "-p", sys.argv[1]])
+"""
 EMULATOR = """
-import sys, time
+import time
 from gcp_storage_emulator.server import create_server
 create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="weights").start()
 time.sleep(3600)
@@ -79,8 +86,7 @@ time.sleep(3600)
 @contextlib.contextmanager
 def emulator(log: Path) -> Iterator[dict[str, str]]:
     """An emulator of Google's store, with a bucket; the environment that leads there."""
-    port = free_port()
-    with _server(["-c", EMULATOR, str(port)], "/storage/v1/b", port, log) as address:
+    with _server(EMULATOR, free_port(), "/storage/v1/b", log) as address:
         yield {
             "STORAGE_EMULATOR_HOST": address,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks by gRPC, which is not emulated
