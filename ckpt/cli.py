@@ -283,19 +283,21 @@ def convert(
 
     chosen = {name: values.pop(name) for name in ("shard_index", "num_shards", "finalize")}
     options = parse_options(ConvertOptions, {**values, "cache": _cache_root()})
+    progress = Terminal(quiet=quiet, as_json=as_json)
     if only_plan:
-        planned = plan_with_proof(source, options, iteration=iteration, output=output)
+        planned = plan_with_proof(
+            source, options, iteration=iteration, output=output, progress=progress
+        )
         _emit(planned, as_json=as_json)
         return
     share = choose_share(os.environ, **chosen)
-    progress = Terminal(quiet=quiet, as_json=as_json)
     report = convert_checkpoint(
         source, output, options, iteration=iteration, progress=progress, share=share
     )
     if as_json:
         progress.event(report.event, report.as_dict())
     else:
-        _emit(report, as_json=False)
+        click.echo(report.as_text(progress.told))
 
 
 @main.command()

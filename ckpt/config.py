@@ -29,20 +29,23 @@ from ckpt.storage import is_remote, to_location
 T = TypeVar("T")
 _STRICT = ConfigDict(extra="forbid", defer_build=True)  # a command needs one class of them
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LEAST_WITHOUT_UNIT = 1000  # less is a size whose unit was forgotten
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: object) -> int:
     """Bytes from ``5GB`` (10^9), ``512MiB`` (2^20) or a plain number.
 
-    >>> parse_size("5GB"), parse_size("1MiB"), parse_size(300)
-    (5000000000, 1048576, 300)
+    >>> parse_size("5GB"), parse_size("1MiB"), parse_size(3000)
+    (5000000000, 1048576, 3000)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not found or found[2].upper() not in _UNITS:
         message = "not a size; write a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         raise ValueError(message)
     size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if not found[2] and 0 < size < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{found[1]} bytes; did you mean {found[1]}GB? Write {found[1]}B if not")
     if size < 1:
         message = "a size must be at least one byte"
         raise ValueError(message)

@@ -104,6 +104,16 @@ class ModelBuilder(AbstractContextManager["ModelBuilder"]):
             self._memo.save(config, asdict(model))
         return model
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what is built will be found by the next run."""
+        return self._memo is not None
+
+    def must_build(self, config: Mapping[str, Any]) -> bool:
+        """Whether :meth:`build` has to build this model, and so to wait for it."""
+        self.expect(config)
+        return self._known is None
+
     def expect(self, config: Mapping[str, Any]) -> None:
         """Look whether the model of this config.json is kept; start loading if it is not.
 

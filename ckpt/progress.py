@@ -16,7 +16,7 @@ class Progress(Protocol):
     ) -> None:
         """A piece of work begins; ``total`` units of ``unit`` will be reported, if known.
 
-        ``done`` of them were done by an earlier run.
+        ``done`` of them were done by an earlier run. Without a unit only the end is told.
         """
 
     def advance(self, amount: int) -> None:

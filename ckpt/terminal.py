@@ -33,6 +33,7 @@ class Terminal:
     def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
         """Say nothing at all on stderr if ``quiet``; print events if ``as_json``."""
         self._quiet, self._as_json = quiet, as_json
+        self.told: set[str] = set()  # notes that people have seen
         self._live = sys.stderr.isatty() and not quiet
         self._bar: RichProgress | None = None
         self._task: Any = None
@@ -90,6 +91,8 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Print one line, above a bar that is running."""
+        if not self._quiet:
+            self.told.add(text)
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -113,7 +116,9 @@ class Terminal:
             BarColumn,
             DownloadColumn,
             MofNCompleteColumn,
+            SpinnerColumn,
             TextColumn,
+            TimeElapsedColumn,
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
@@ -121,7 +126,10 @@ class Terminal:
 
         in_bytes = (DownloadColumn(), TransferSpeedColumn())
         amounts = in_bytes if self._unit == "B" else (MofNCompleteColumn(),)
-        columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), *amounts, TimeRemainingColumn())
+        if not self._unit:  # nothing that could be counted
+            columns = (SpinnerColumn(), text, TimeElapsedColumn())
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
         with suppress(OSError):
@@ -146,6 +154,15 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "file"), plural(1200, "tensor")
+    ('1 file', '1,200 tensors')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:

@@ -121,7 +121,7 @@ def test_every_option_reaches_the_conversion(tmp_path, source):
     [
         (["--set", "nonsense"], "--set needs NAME=VALUE"),
         (["--set", "num_layers=many"], "num_layers"),
-        (["--family", "lama"], "did you mean llama?"),
+        (["--family", "lama"], "Did you mean llama? Known"),
         (["--vocab-size", "999"], "larger than the stored embedding"),
         (["--tokenizer", "/nowhere"], "no such tokenizer directory"),
         (["--iteration", "77"], "Complete iterations: 10"),

@@ -171,7 +171,7 @@ def test_ranks_that_drifted_apart_are_averaged_and_it_is_said(tmp_path):
     assert not torch.equal(mean, model.hf[name])
     found = convert(write_layers(tmp_path / "run", model), tmp_path / "out")
     assert_equal(found, {**model.hf, name: mean})
-    assert "1 tensors are the mean of their ranks' copies" in notes(tmp_path / "out")
+    assert "1 tensor is the mean of their ranks' copies" in notes(tmp_path / "out")
     assert "decoder.layers.0.pre_mlp_layernorm.weight" in notes(tmp_path / "out")
 
 

@@ -214,8 +214,8 @@ def test_no_supported_family_looks_like_a_foreign_one():
         ("deepseek_v4", "this is DeepSeek-V4 (--family deepseek_v4): "),
         ("minimax_m1", "this is MiniMax-M1 (--family minimax_m1): lightning attention"),
         ("Hunyuan", "this is Hunyuan (--family Hunyuan): there is no table of its tensors yet"),
-        ("gema2", "unknown family 'gema2'; did you mean gemma2?"),
-        ("minimax-m2", "unknown family 'minimax-m2'; did you mean minimax_m2?"),
+        ("gema2", "unknown family 'gema2'. Did you mean gemma2? Known families: "),
+        ("minimax-m2", "unknown family 'minimax-m2'. Did you mean minimax_m2?"),
         ("xyzzy", "unknown family 'xyzzy'. Known families: "),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_family_without_such_layers_converts_when_they_are_dropped(tmp_path, f
     expected = expected_hf(plain)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert "1 layer(s) that predict further tokens: dropped (" in report.as_text()
+    assert "1 layer that predicts further tokens: dropped (" in report.as_text()
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "mixtral"])

@@ -111,7 +111,7 @@ def test_norms_that_drifted_apart_are_averaged(tmp_path):
     mean = ((norm.ranks[0].double() + norm.ranks[1].double()) / 2).float()
     found = convert(write_layers(tmp_path / "run", model), tmp_path / "out")
     assert_equal(found, {**model.hf, name: mean})
-    assert "1 tensors are the mean" in notes(tmp_path / "out")
+    assert "1 tensor is the mean" in notes(tmp_path / "out")
 
 
 def test_without_the_config_files_nothing_is_guessed(tmp_path):

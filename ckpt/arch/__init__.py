@@ -121,6 +121,7 @@ def _by_name(family: str) -> Architecture:
     names += [alias for row in FOREIGN for alias in row.aliases]
     near = difflib.get_close_matches(family.lower(), names, n=1)
     raise FamilyError(
-        f"unknown family {family!r}" + (f"; did you mean {near[0]}?" if near else ""),
-        hint=f"Known families: {', '.join(ARCHITECTURES)}",
+        f"unknown family {family!r}",
+        hint=(f"Did you mean {near[0]}? " if near else "")
+        + f"Known families: {', '.join(ARCHITECTURES)}",
     )

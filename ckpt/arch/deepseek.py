@@ -103,11 +103,11 @@ DEEPSEEK_V3 = Architecture(
 )
 
 _SOFTMAX = (
-    "WARNING: DeepSeek-V2's class in transformers before 5 leaves out YaRN's scale of the softmax; "
+    "DeepSeek-V2's class in transformers before 5 leaves out YaRN's scale of the softmax; "
     "transformers 5 and vLLM have it"
 )
 _NORMALISED = (
-    "WARNING: training normalised the chosen experts' weights (norm_topk_prob); vLLM does so too, "
+    "training normalised the chosen experts' weights (norm_topk_prob); vLLM does so too, "
     "transformers 5's DeepSeek V2 does not and answers otherwise"
 )
 DEEPSEEK_V2 = Architecture(

@@ -24,7 +24,7 @@ GATE_UP_BIAS = Layout(dim=0, parts=2, cut=Cut.INTERLEAVED_GATE_UP)
 ROW_T = Layout(dim=1, transposed=True)
 
 _GROWTH = (
-    "WARNING: YaRN's mscale and mscale_all_dim are not the usual ones; vLLM 0.32 ignores "
+    "YaRN's mscale and mscale_all_dim are not the usual ones; vLLM 0.32 ignores "
     "attention_factor for gpt-oss and answers otherwise, transformers does not"
 )
 

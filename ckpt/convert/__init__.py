@@ -33,6 +33,7 @@ from ckpt.sources import open_source, reading
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.storage import stamp
 from ckpt.tensors import DType
+from ckpt.terminal import format_bytes, plural
 from ckpt.training import (
     TrainingArgs,
     lacking_arguments,
@@ -122,6 +123,7 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
     config = unknown | (dict(compared.config) if compared else config)
     copied = _copied(checkpoint, tokenizer, reference)
     notes = _notes(checkpoint, args, plan, tokenizer, vocabulary_note)
+    notes += _oversized(specs, options.max_shard_size)
     identity = source_identity(checkpoint)
     return Conversion(
         checkpoint=checkpoint,
@@ -171,14 +173,23 @@ def convert_checkpoint(
         )
 
 
-def prove_conversion(conversion: Conversion, builder: ModelBuilder) -> Conversion:
+def prove_conversion(
+    conversion: Conversion, builder: ModelBuilder, progress: Progress | None = None
+) -> Conversion:
     """The conversion with its proof: what it will write is what transformers builds.
 
-    Raises PlanError with a short diff where that is not so.
+    ``progress`` is told where that model has to be waited for. Raises PlanError with a short
+    diff where that is not so.
     """
+    waiting = (progress or Silent()) if builder.must_build(conversion.config) else Silent()
     found = {target.spec.name: target.spec.shape for target in conversion.plan.targets}
     with unhurried_collector():
-        model = builder.build(conversion.config)
+        once = " (once for this kind of model)" if builder.keeps else ""
+        waiting.start(f"checking against transformers' model{once}", unit="")
+        try:
+            model = builder.build(conversion.config)
+        finally:
+            waiting.finish()
         proof = prove(found, conversion.config, model, conversion.architecture)
     return replace(conversion, proof=proof)
 
@@ -189,6 +200,7 @@ def plan_with_proof(
     *,
     iteration: IterationChoice = "latest",
     output: Path | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """What :func:`convert_checkpoint` would do, proved and not done; raises as it does.
 
@@ -198,7 +210,7 @@ def plan_with_proof(
         conversion = plan_conversion(source, options, iteration=iteration)
         if output is not None:
             conversion = replace(conversion, needs=needs_of(conversion, output, options.workers))
-        return prove_conversion(conversion, builder)
+        return prove_conversion(conversion, builder, progress)
 
 
 def carry_out(
@@ -215,7 +227,7 @@ def carry_out(
     from ckpt.convert.run import Run  # noqa: PLC0415
 
     with ModelBuilder(options.cache) if builder is None else nullcontext(builder) as own:
-        prove = partial(prove_conversion, builder=own)
+        prove = partial(prove_conversion, builder=own, progress=progress)
         run = Run(conversion, output, options, progress or Silent(), share)
         return carry.carry_out(run, prove)
 
@@ -287,12 +299,15 @@ def _notes(
     if vocabulary_note:
         notes.append(vocabulary_note)
     if args.mtp_layers:
-        kept = "kept" if args.mtp_kept else f"dropped ({len(plan.dropped)} tensors)"
-        notes.append(f"{args.mtp_layers} layer(s) that predict further tokens: {kept}")
+        kept = "kept" if args.mtp_kept else f"dropped ({plural(len(plan.dropped), 'tensor')})"
+        layers = plural(args.mtp_layers, "layer")
+        predict = "that predicts" if args.mtp_layers == 1 else "that predict"
+        notes.append(f"{layers} {predict} further tokens: {kept}")
     if plan.summed:
-        notes.append(f"{plan.summed} tensors are the sum of what each rank adds")
+        are = "is" if plan.summed == 1 else "are"
+        notes.append(f"{plural(plan.summed, 'tensor')} {are} the sum of what each rank adds")
     if plan.padding_rows:
-        notes.append(f"{plan.padding_rows} padding rows of the vocabulary left out")
+        notes.append(f"{plural(plan.padding_rows, 'padding row')} of the vocabulary left out")
     if checkpoint.foreign_classes:
         names = ", ".join(checkpoint.foreign_classes)
         notes.append(f"classes read as inert values, no code of theirs was run: {names}")
@@ -304,6 +319,20 @@ def _notes(
     elif not tokenizer.has_chat_template:
         notes.append("no chat template: chat requests will be refused, completions work")
     return tuple(notes)
+
+
+def _oversized(specs: Sequence[TensorSpec], limit: int) -> tuple[str, ...]:
+    """A note where tensors, which are never cut, make files larger than was asked for."""
+    large = [spec for spec in specs if spec.nbytes > limit]
+    if not large:
+        return ()
+    most = max(large, key=lambda spec: spec.nbytes)
+    return (
+        (
+            f"larger than --max-shard-size {format_bytes(limit)}: {plural(len(large), 'tensor')}, "
+            f"each in a file of its own; the largest is {most.name}, {format_bytes(most.nbytes)}"
+        ),
+    )
 
 
 def _fingerprint(

@@ -25,7 +25,7 @@ from ckpt.convert.units import Written, copy_unchanged, look_ahead, read_receipt
 from ckpt.convert.write import disk_faults
 from ckpt.manifest import write_stage
 from ckpt.shards import INDEX_NAME, index_content
-from ckpt.terminal import format_bytes
+from ckpt.terminal import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -161,11 +161,14 @@ def _write_weights(run: Run, claim: Claim, stage: Path) -> list[Written]:
     kept_bytes = sum(unit.nbytes for unit in units if unit.name in found)
     if found:
         size = format_bytes(kept_bytes)
-        run.progress.note(f"note: kept {len(found)} of {len(units)} finished files ({size})")
+        run.progress.note(
+            f"note: kept {len(found)} of {plural(len(units), 'finished file')} ({size})"
+        )
     total = sum(map(unit_bytes, units))
     staging.clear_parts(stage, None if claim.alone else [unit.name for unit in lacking])
     staging.check_room(claim, stage, total - kept_bytes)
-    run.progress.start("writing weights", total, done=kept_bytes)
+    if lacking:
+        run.progress.start("writing weights", total, done=kept_bytes)
     for number, kept in enumerate(found.values()):
         _tell(run, kept, (number + 1, len(units)), None)
     try:

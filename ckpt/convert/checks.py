@@ -11,6 +11,7 @@ from ckpt.convert.read import Files
 from ckpt.errors import SourceError
 from ckpt.rectangles import rectangles
 from ckpt.tensors import DType, contiguous_strides
+from ckpt.terminal import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +30,10 @@ def describe_drift(found: Mapping[str, float]) -> str | None:
     """One line about what :func:`compare_copies` measured, or None where all copies are equal."""
     if not found:
         return None
+    are = "is" if len(found) == 1 else "are"
     worst = max(found, key=lambda name: found[name])
     return (
-        f"{len(found)} tensors are the mean of their ranks' copies, which had drifted "
+        f"{plural(len(found), 'tensor')} {are} the mean of their ranks' copies, which had drifted "
         f"apart: by {found[worst]:.2g} of the largest value at most, in {worst}"
     )
 

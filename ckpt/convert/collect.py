@@ -10,6 +10,7 @@ from ckpt.convert.run import Run, unit_bytes
 from ckpt.convert.share import Share, deal, finalize_command
 from ckpt.convert.units import Written, look_ahead, read_receipt, receipt_file
 from ckpt.errors import OutputError
+from ckpt.terminal import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ def check_finished(run: Run) -> None:
         told += [f"{name} (of no part)" for name in foreign]
         more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise OutputError(
-            f"{len(lacking)} of {len(run.units)} files are not finished"
+            f"{len(lacking)} of {plural(len(run.units), 'file')} are not finished"
             + (f", {len(foreign)} do not belong here" if foreign else ""),
             file=stage,
             found=", ".join(told[:_SHOWN]) + more,

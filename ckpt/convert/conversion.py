@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckpt.convert.describe import describe_plan
 from ckpt.convert.reference import table_text
-from ckpt.terminal import format_bytes
+from ckpt.terminal import format_bytes, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from pathlib import Path
 
     from ckpt.arch import Architecture
@@ -93,9 +93,9 @@ class Conversion:
         source = f"{c.format} iteration {c.iteration}, TP {sizes.tensor} PP {sizes.pipeline}"
         source += f" VPP {sizes.virtual_pipeline} EP {sizes.expert} ETP {sizes.expert_tensor}"
         return (
-            f"source: {c.directory} ({source}, {len(c.tensors)} tensors)\n"
+            f"source: {c.directory} ({source}, {plural(len(c.tensors), 'tensor')})\n"
             f"target: {self.architecture.model_class}, {self.plan.parameters:,} parameters, "
-            f"{self.plan.nbytes:,} bytes in {len(self.files)} file(s)"
+            f"{self.plan.nbytes:,} bytes in {plural(len(self.files), 'file')}"
         )
 
 
@@ -111,11 +111,11 @@ class ConvertReport:
         """The manifest's section, and where it is."""
         return {"output": str(self.output), **self.section}
 
-    def as_text(self) -> str:
-        """A few lines for people."""
+    def as_text(self, told: Container[str] = ()) -> str:
+        """A few lines for people, without the notes that they were ``told`` before."""
         model, seconds = self.section["model"], self.section["seconds"]
         wrote = f"wrote {self.output}: {model['class']}, {model['parameters']:,} parameters, "
-        wrote += f"{model['bytes']:,} bytes in {len(self.section['outputs'])} files, "
+        wrote += f"{model['bytes']:,} bytes in {plural(len(self.section['outputs']), 'file')}, "
         lines = [f"{wrote}{seconds:.1f} s"]
         skipped = self.section["skipped"]
         lines += [f"  {item['count']} x {item['reason']} left out" for item in skipped]
@@ -124,7 +124,8 @@ class ConvertReport:
                 lines.append(f"  warning: {count} values {kind} in the cast of {name}")
         for name, count in self.section["nonfinite"].items():
             lines.append(f"  warning: {count} values of {name} are NaN or infinite, as stored")
-        lines += [f"  note: {note}" for note in self.section["notes"]]
+        notes = [f"note: {note}" for note in self.section["notes"]]
+        lines += [f"  {note}" for note in notes if note not in told]
         if not self.section["proof"]["proved"]:
             lines.append(f"  note: not proved: {self.section['proof']['reason']}")
         if self.section["reference"]:
@@ -163,13 +164,16 @@ class PartReport:
             "seconds": round(self.seconds, 3),
         }
 
-    def as_text(self) -> str:
+    def as_text(self, told: Container[str] = ()) -> str:
         """What this part wrote, what lacks, and how the output comes to its name."""
+        del told  # there are no notes in it
         size = format_bytes(sum(w.size for w in self.written))
-        head = f"{self.share} of {self.output} is written: {len(self.written)} files, {size}"
+        head = (
+            f"{self.share} of {self.output} is written: {plural(len(self.written), 'file')}, {size}"
+        )
         lines = [
             f"{head}, {self.seconds:.1f} s",
-            f"  {self.total - len(self.lacking)} of {self.total} files are in {self.stage}",
+            f"  {self.total - len(self.lacking)} of {plural(self.total, 'file')}: {self.stage}",
         ]
         parts = sorted({share.index for _, share in self.lacking})
         if parts:

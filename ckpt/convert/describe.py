@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from ckpt.convert.steps import Cast, Combined
+from ckpt.shards import header_bytes
+from ckpt.terminal import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,8 @@ def describe_plan(plan: Plan, files: Sequence[tuple[str, Sequence[TensorSpec]]])
     targets = {target.spec.name: target for target in plan.targets}
     lines = []
     for file, specs in files:
-        lines.append(f"{file}  {len(specs)} tensors, {sum(s.nbytes for s in specs)} bytes")
+        size = len(header_bytes(specs)) + sum(spec.nbytes for spec in specs)
+        lines.append(f"{file}  {plural(len(specs), 'tensor')}, {format_bytes(size)}")
         for spec in specs:
             target = targets[spec.name]
             steps = "".join(f" | {_step_text(step)}" for step in target.steps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +13,7 @@ from ckpt.convert.rates import ReadRate, hash_rate, measure_reads
 from ckpt.errors import OutputError
 from ckpt.shards import header_bytes
 from ckpt.storage import is_remote
-from ckpt.terminal import format_bytes
+from ckpt.terminal import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -26,6 +28,7 @@ RESERVE_BYTES = 64 * 2**20  # for config.json, the index, receipts and the file 
 # interpreter; what was measured, and how, stands in docs/performance.md.
 WORKER_BYTES = 200 * 2**20
 _OWN_STATE = Path("/proc/self/status")
+_LEAST_SECONDS = 0.1  # no run takes less
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -44,6 +47,7 @@ class Room:
 
     ``kept_bytes`` are in files that an interrupted run has finished; ``freed_bytes`` in those
     of another conversion, which go away first. ``free`` is None where nobody counts them.
+    ``barred`` says why nothing can be written at ``place``, as far as can be told beforehand.
     """
 
     place: Path
@@ -51,6 +55,7 @@ class Room:
     free: int | None
     kept_bytes: int = 0
     freed_bytes: int = 0
+    barred: str = ""
 
     @property
     def enough(self) -> bool:
@@ -76,6 +81,7 @@ class Room:
             "free_bytes": self.free,
             "finished_bytes": self.kept_bytes,
             "enough": self.enough,
+            "cannot_write": self.barred or None,
         }
 
 
@@ -96,37 +102,38 @@ class Needs:
     hashed_per_second: float
     workers: int = 1
     plan_bytes: int | None = None
+    copied_bytes: int = 0
 
     @property
-    def seconds(self) -> float | None:
-        """The time that reading and hashing take; None where reads have no rate.
+    def least_seconds(self) -> float:
+        """The least time: that of reading, where reads have a rate, and of hashing.
 
         Reading, hashing and writing go on at the same time, so the slowest counts. Reads are as
         fast as one worker's for all of them.
         """
         if self.reads.lacks:
-            return None
+            return max(_LEAST_SECONDS, self._hashing())
         reading = self.read_bytes / self.reads.per_second
         compared = self.compared_bytes / self.reads.per_second
-        return compared + max(reading, self._hashing())
+        return compared + max(_LEAST_SECONDS, reading, self._hashing())
 
     def _hashing(self) -> float:
         return self.written_bytes / self.hashed_per_second / self.workers
 
     def as_dict(self) -> dict[str, Any]:
         """Everything for machines."""
-        seconds = self.seconds
         return {
             "read_bytes": self.read_bytes,
             "compared_bytes": self.compared_bytes,
             "written_bytes": self.written_bytes,
+            "copied_bytes": self.copied_bytes,
             "files": len(self.shards),
             "disk": self.room.as_dict(),
             "workers": self.workers,
             "memory_per_worker_bytes": WORKER_BYTES,
             "memory_of_plan_bytes": self.plan_bytes,
             "estimate": {
-                "seconds": None if seconds is None else round(seconds, 1),
+                "at_least_seconds": int(self.least_seconds * 10) / 10,
                 "read_bytes_per_second": None if self.reads.lacks else int(self.reads.per_second),
                 "read_places": self.reads.places,
                 "not_measured": self.reads.lacks or None,
@@ -140,23 +147,27 @@ class Needs:
         }
 
     def as_text(self) -> str:
-        """A line for each need, then the list of files."""
+        """A line for each need."""
         room = self.room
         free = "unknown" if room.free is None else format_bytes(room.free)
-        kept = f", {format_bytes(room.kept_bytes)} are there" if room.kept_bytes else ""
+        kept = f", {format_bytes(room.kept_bytes)} are there already" if room.kept_bytes else ""
+        still, reserve = format_bytes(room.needed - RESERVE_BYTES), RESERVE_BYTES // 2**20
         compared, worker = format_bytes(self.compared_bytes), format_bytes(WORKER_BYTES)
+        weights = format_bytes(self.written_bytes - self.copied_bytes)
+        copied = f", {format_bytes(self.copied_bytes)} of copied files" if self.copied_bytes else ""
         plan = f"; {format_bytes(self.plan_bytes)} for the plan" if self.plan_bytes else ""
+        disk = (
+            f"{format_bytes(room.needed)} needed ({still} to write, {reserve} MiB to stay free"
+            f"{kept}), {free} free at {room.place}"
+        )
         lines = [
             f"reads: {format_bytes(self.read_bytes)} of weights, {compared} of copies to compare",
-            f"writes: {format_bytes(self.written_bytes)} in {len(self.shards)} file(s) of weights",
-            f"disk: {format_bytes(room.needed)} needed{kept}, {free} free at {room.place}"
-            + ("" if room.enough else ": NOT ENOUGH"),
+            f"writes: {weights} in {plural(len(self.shards), 'file')} of weights{copied}",
+            f"disk: {disk}" + ("" if room.enough else ": NOT ENOUGH"),
             f"memory: at most {worker} a worker, whatever the model's size{plan}",
             f"time: {self._time()}",
+            *([f"output: cannot be written: {room.barred}"] if room.barred else []),
         ]
-        for shard in self.shards:
-            size = format_bytes(shard.nbytes)
-            lines.append(f"file: {shard.name}  {size}, {shard.tensors} tensors")
         return "\n".join(lines)
 
     def as_line(self) -> str:
@@ -164,21 +175,18 @@ class Needs:
         reads, worker = self.read_bytes + self.compared_bytes, format_bytes(WORKER_BYTES)
         return (
             f"needs: {format_bytes(reads)} to read, {format_bytes(self.room.needed)} of disk, "
-            f"{worker} of memory for each of {self.workers} worker(s); time: {self._time()}"
+            f"{worker} of memory for each of {plural(self.workers, 'worker')}; time: {self._time()}"
         )
 
     def _time(self) -> str:
-        many = f", {self.workers} workers" if self.workers > 1 else ""
-        hashed = f"SHA-256 {_rate(self.hashed_per_second)} a worker{many}"
-        seconds = self.seconds
-        if seconds is None:
-            floor = _duration(self._hashing())
-            return f"not estimated: {self.reads.lacks}; at least {floor} at {hashed}"
-        pace = (self.read_bytes + self.compared_bytes) / max(seconds, 1e-9)
+        rate, places = _rate(self.reads.per_second), plural(self.reads.places, "place")
+        reading = f"reading at {rate} as measured now at {places}, "
+        lacking = f"reading ({self.reads.lacks}) and the output disk are not measured"
         return (
-            f"about {_duration(seconds)} at {_rate(pace)} (read rate of "
-            f"{_rate(self.reads.per_second)} measured now at {self.reads.places} places, {hashed}; "
-            "the output disk is not measured)"
+            f"at least {_duration(self.least_seconds)}: {'' if self.reads.lacks else reading}"
+            f"hashing at {_rate(self.hashed_per_second)} a worker, "
+            f"{plural(self.workers, 'worker')}; "
+            f"{lacking if self.reads.lacks else 'the output disk is not measured'}"
         )
 
 
@@ -214,6 +222,7 @@ def needs_of(
         hashed_per_second=hash_rate(),
         workers=choose_workers(None if workers == "auto" else workers, len(lacking), nbytes),
         plan_bytes=_own_peak(),
+        copied_bytes=_beside(conversion),
     )
 
 
@@ -242,10 +251,20 @@ def _room(
     except OSError:
         free = None
     if not staging.read_state(stage, staging.Purpose(conversion.fingerprint, {}, {})):
-        return Room(place, wanted + RESERVE_BYTES, free, freed_bytes=sum(there.values())), {}
+        other = sum(there.values())
+        return Room(place, wanted + RESERVE_BYTES, free, 0, other, _barred(output, place)), {}
     finished = {name: size for name, size in there.items() if name in names}
     kept = sum(finished.values())
-    return Room(place, max(0, wanted - kept) + RESERVE_BYTES, free, kept), finished
+    needed = max(0, wanted - kept) + RESERVE_BYTES
+    return Room(place, needed, free, kept, barred=_barred(output, place)), finished
+
+
+def _barred(output: Path, place: Path) -> str:
+    """Why no directory can be made for ``output``, or nothing."""
+    above = next((each for each in (output, *output.absolute().parents) if each.exists()), place)
+    if not above.is_dir():
+        return f"{above} is not a directory"
+    return "" if os.access(place, os.W_OK) else f"no right to write in {place}, or it is read-only"
 
 
 def _beside(conversion: Conversion) -> int:
@@ -262,7 +281,11 @@ def _weights_in(stage: Path) -> dict[str, int]:
 
 def _existing(output: Path) -> Path:
     """The nearest directory above ``output`` that is there."""
-    return next((place for place in output.absolute().parents if place.is_dir()), output.parent)
+    place = next((place for place in output.absolute().parents if place.is_dir()), output.parent)
+    plain = Path(os.path.normpath(place))  # which is another one where a link was climbed
+    with suppress(OSError):
+        return plain if plain.samefile(place) else place
+    return place
 
 
 def _copies(plan: Plan, names: Container[str]) -> list[Copy]:
@@ -285,15 +308,17 @@ def _rate(per_second: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A time for people.
+    """A time for people, rounded down.
 
-    >>> _duration(0.4), _duration(59), _duration(1320), _duration(9000), _duration(260000)
-    ('1 s', '59 s', '22 min', '2.5 h', '3.0 days')
+    >>> _duration(0.1), _duration(59.9), _duration(1320), _duration(9000), _duration(260000)
+    ('0.1 s', '59 s', '22 min', '2.5 h', '3.0 days')
     """
+    if seconds < 1:
+        return f"{int(seconds * 10) / 10} s"
     if seconds < 2 * _MINUTE:
-        return f"{max(1, round(seconds))} s"
+        return f"{int(seconds)} s"
     if seconds < 2 * _HOUR:
-        return f"{seconds / _MINUTE:.0f} min"
+        return f"{int(seconds / _MINUTE)} min"
     if seconds < 2 * _DAY:
-        return f"{seconds / _HOUR:.1f} h"
-    return f"{seconds / _DAY:.1f} days"
+        return f"{int(seconds / _HOUR * 10) / 10} h"
+    return f"{int(seconds / _DAY * 10) / 10} days"

@@ -93,10 +93,12 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 def _is_free(output: Path) -> bool:
     """Whether a directory can take this name; one without content gives way to it."""
-    if output.is_symlink() or output.is_file():
-        raise OutputError("the output is not a directory", file=output)
-    if not output.exists():
+    if not output.is_symlink() and not output.exists():
         return True
+    if output.is_symlink() or not output.is_dir():
+        raise OutputError(
+            "the output is not a directory", file=output, hint="Choose another one, or remove it"
+        )
     if _is_mount_point(output):
         raise OutputError(
             "the output is a mount point, which no finished directory can replace",
@@ -205,7 +207,7 @@ def _prepare(
     claim: Claim, stage: Path, purpose: Purpose, share: Share, note: Callable[[str], None]
 ) -> None:
     known = read_state(stage, purpose)
-    if not is_remote(stage) and (stage.is_symlink() or stage.is_file()):
+    if not is_remote(stage) and (stage.is_symlink() or (stage.exists() and not stage.is_dir())):
         raise OutputError(
             "this is where the output grows, and it is no directory",
             file=stage,

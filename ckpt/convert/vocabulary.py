@@ -60,7 +60,7 @@ def _cuts_tokens(size: int, args: TrainingArgs) -> str:
     if args.vocab_size is None or size >= args.vocab_size:
         return ""
     return (
-        f"WARNING: --vocab-size {size} is below the {args.vocab_size} of the training arguments: "
+        f"--vocab-size {size} is below the {args.vocab_size} of the training arguments: "
         f"{args.vocab_size - size} tokens are cut off, not padding alone"
     )
 
