@@ -34,7 +34,7 @@ class Terminal:
         """Say nothing at all on stderr if ``quiet``; print events if ``as_json``."""
         self._quiet, self._as_json = quiet, as_json
         self.told: set[str] = set()  # notes that people have seen
-        self._live = sys.stderr.isatty() and not quiet
+        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()
         self._bar: RichProgress | None = None
         self._task: Any = None
         self._label, self._unit = "", "B"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from builders import Model, write_legacy, write_tokenizer
@@ -75,6 +76,29 @@ def test_an_output_inside_the_checkpoint_is_refused(run):
     for place in (run / "iter_0000010" / "out", run / "iter_0000010"):
         with pytest.raises(OutputError, match=r"inside the checkpoint|exists"):
             convert_checkpoint(run, place, ConvertOptions())
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_output_that_holds_the_checkpoint_never_replaces_it(run, tmp_path, linked):
+    """--overwrite removes the older output with all that is in it."""
+    import shutil
+
+    out = tmp_path / "out"
+    convert_checkpoint(run, out, ConvertOptions())
+    shutil.copytree(run, out / "training" / "run")
+    (tmp_path / "link").symlink_to(out)
+    source = (tmp_path / "link" if linked else out) / "training" / "run"
+    before = sorted(path for path in out.rglob("*"))
+    with pytest.raises(OutputError, match="the checkpoint lies inside the output"):
+        convert_checkpoint(source, out, ConvertOptions(overwrite=True))
+    assert sorted(path for path in out.rglob("*")) == before
+
+
+def test_an_output_without_a_name_is_refused(run, tmp_path, monkeypatch):
+    """The working directory cannot be replaced under whoever stands in it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="no name of its own"):
+        convert_checkpoint(run, Path(), ConvertOptions())
 
 
 def test_an_output_that_is_in_the_way_stops_before_anything_is_read(tmp_path):

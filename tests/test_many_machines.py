@@ -335,6 +335,11 @@ def test_the_command_that_finalizes_repeats_every_option(tmp_path):
     )
 
 
+def test_the_command_that_finalizes_holds_for_names_with_a_leading_dash():
+    command = finalize_command(Path("run"), Path("-y"), ConvertOptions(dtype="bf16"))
+    assert command == "ckpt convert --dtype bf16 --finalize -- run -y"
+
+
 def start(arguments, environ):
     return subprocess.Popen(
         [sys.executable, "-m", "ckpt", *map(str, arguments)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -345,3 +346,47 @@ def test_transposed_rows_with_gaps_are_read_whole_or_one_by_one(tmp_path, monkey
         found = b"".join(part.tobytes() for part in windows(files, [copy], 40))
     expected = np.stack([raw[row * pitch // 2 :][:4] for row in range(5)], axis=1)
     assert found == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (3, 1), (1, 3)])
+def test_rows_that_share_bytes_are_read_one_by_one(tmp_path, strides):
+    """Tensors that were expanded, or are windows over one vector, are views of few bytes."""
+    stored = torch.arange(60, dtype=torch.int16)
+    (tmp_path / "f").write_bytes(stored.numpy().tobytes())
+    view = View(str(tmp_path / "f"), 0, DType.I16, (5, 4), strides)
+    for turned in (False, True):
+        expected = torch.as_strided(stored, (5, 4), strides)
+        expected = expected.T.contiguous() if turned else expected.contiguous()
+        copies = list(rectangles(view, (1, 5) if turned else (4, 1), 0))
+        with Files() as files:
+            (found,) = windows(files, copies, 40)
+        assert found.tobytes() == expected.numpy().tobytes()
+
+
+def test_more_source_files_than_the_process_may_open_are_closed_in_between(tmp_path):
+    import resource
+
+    for number in range(40):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(list(Path("/proc/self/fd").iterdir())) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+    try:
+        buffer = np.zeros(4, np.uint8)
+        with Files() as files:
+            for number in (*range(40), 3, 39):
+                files.read_into(str(tmp_path / str(number)), 0, buffer)
+                assert buffer.tolist() == [number] * 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_digest_of_a_unit_does_not_depend_on_how_the_source_is_spelt(tmp_path):
+    """Nor do names that are no UTF-8 hinder it."""
+    digests = set()
+    for root in ("/data/run", "../run", "sr\udcff"):
+        copy = Copy(f"{root}/a.pt", 0, 4, 0, 4, 1, 4, 4)
+        target = Target(TensorSpec("w", DType.F32, (1,)), DType.F32, (copy,))
+        unit = Unit(NAME, (target,), {f"{root}/a.pt": (4, 1)}, "plan", root)
+        digests.add(unit.digest())
+    assert len(digests) == 1

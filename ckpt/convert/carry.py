@@ -50,6 +50,11 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
     started, output, note = time.monotonic(), run.output, run.progress.note
     staging.check_output(output, overwrite=run.options.overwrite)
     staging.check_apart(output, run.conversion.checkpoint.directory)
+    own = {unit.name for unit in _own_units(run)} if run.is_part else None
+    # Before the lock: parts that start together must not wait for each other's looking around.
+    needs = (
+        None if run.share.finalize else needs_of(run.conversion, output, run.options.workers, own)
+    )
     with locks.claim(output, run.share, note) as claim:
         staging.check_output(output, overwrite=run.options.overwrite)
         finished = publish.finished_section(run.stage, run.conversion.fingerprint)
@@ -60,9 +65,7 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
             note(f"note: {text}")
         if run.share.finalize:
             check_finished(run)
-        else:
-            own = {unit.name for unit in _own_units(run)} if run.is_part else None
-            needs = needs_of(run.conversion, output, run.options.workers, own)
+        if needs:
             needs.room.check()
             note(needs.as_line())
         if run.is_part:

@@ -5,6 +5,7 @@ Files are read, never mapped: pages of a mapping would count as memory of the pr
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -122,15 +123,21 @@ class Files(AbstractContextManager["Files"]):
         if fd is None:
             if len(self._open) >= _OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
-            try:
-                fd = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise _unreadable("open", error, file) from error
+            fd = self._open_file(file)
             self._open[file] = fd
             state = os.fstat(fd)
             self._compare(file, (state.st_size, state.st_mtime_ns))
         self._open[file] = fd
         return fd
+
+    def _open_file(self, file: str) -> int:
+        while True:
+            try:
+                return os.open(file, os.O_RDONLY)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._open:
+                    raise _unreadable("open", error, file) from error
+                os.close(self._open.pop(next(iter(self._open))))
 
     def _compare(self, file: str, found: Stamp) -> None:
         planned = self._stamps.get(file)
@@ -236,8 +243,8 @@ def fill(files: Files, copy: Copy, window: np.ndarray, base: int) -> None:
     if whole_target and whole_source:
         files.read_into(copy.file, copy.source, window[at : at + copy.nbytes])
         return
-    gap = copy.source_pitch - copy.width
-    if gap >= _GAP_BYTES or copy.source_pitch > _SPARSE * copy.width:
+    gap = copy.source_pitch - copy.width  # below zero where rows are views of the same bytes
+    if gap < 0 or gap >= _GAP_BYTES or copy.source_pitch > _SPARSE * copy.width:
         for row in range(copy.rows):
             start = at + row * copy.target_pitch
             target = window[start : start + copy.width]
@@ -265,7 +272,7 @@ def _fill_strided(files: Files, copy: Copy, window: np.ndarray, at: int) -> None
 def _fill_transposed(files: Files, copy: Copy, window: np.ndarray, at: int) -> None:
     """Read the file's rows (the target's columns), as many as a window takes, and turn them."""
     columns, line, pitch = copy.width // copy.item, copy.rows * copy.item, copy.source_pitch
-    dense = pitch <= _SPARSE * line and pitch - line < _GAP_BYTES
+    dense = line <= pitch <= _SPARSE * line and pitch - line < _GAP_BYTES
     step = max(1, WINDOW_BYTES // max(pitch if dense else line, 1))
     kind = np.dtype(f"V{copy.item}")
     for column in range(0, columns, step):

@@ -69,7 +69,8 @@ def units_of(conversion: Conversion, options: ConvertOptions) -> list[Unit]:
     units = []
     for name, specs in conversion.files:
         chosen = tuple(targets[spec.name] for spec in specs)
-        unit = Unit(name, chosen, {}, conversion.fingerprint, options.allow_nonfinite)
+        root, allow = str(conversion.checkpoint.directory), options.allow_nonfinite
+        unit = Unit(name, chosen, {}, conversion.fingerprint, root, allow)
         read = sorted({copy.file for copy in unit.copies()})
         units.append(replace(unit, stamps={file: known[file] for file in read if file in known}))
     return units

@@ -28,6 +28,7 @@ _FLAGS = {"overrides": "set"}
 _INDEXED = "JOB_COMPLETION_INDEX"
 # Steps that are no srun: batch script, extern, interactive (slurm/slurm.h, SLURM_*_STEP ids).
 _SPECIAL_STEPS = 0xFFFFFFF0
+_MOST_PARTS = 100_000
 _WAY_OUT = "Give --shard-index and --num-shards yourself, or --num-shards 1 for all of it"
 
 
@@ -91,7 +92,7 @@ def deal(items: Iterable[T], size: Callable[[T], int], count: int) -> list[list[
 
 def finalize_command(source: Path, output: Path, options: ConvertOptions) -> str:
     """The command that collects the parts of this conversion."""
-    words = ["ckpt", "convert", str(source), str(output)]
+    words: list[str] = []
     for name, value in vars(options).items():
         if value == getattr(type(options), name, None) or name in {"cache", "workers", "executor"}:
             continue
@@ -99,7 +100,10 @@ def finalize_command(source: Path, output: Path, options: ConvertOptions) -> str
         each = value if isinstance(value, tuple) else (value,)
         for item in each:
             words += [flag] if item is True else [flag, str(item)]
-    return shlex.join([*words, "--finalize"])
+    places = [str(source), str(output)]
+    if any(place.startswith("-") for place in places):
+        return shlex.join(["ckpt", "convert", *words, "--finalize", "--", *places])
+    return shlex.join(["ckpt", "convert", *places, *words, "--finalize"])
 
 
 def choose_share(
@@ -229,6 +233,10 @@ def _numbered(environ: Mapping[str, str], index: str, count: str) -> Share:
 
 
 def _checked(share: Share, name: str) -> Share:
+    if share.of > _MOST_PARTS:
+        raise OptionsError(
+            "too many parts", expected=f"at most {_MOST_PARTS:,}", found=f"{share.of:,}"
+        )
     if not 0 <= share.index < share.of:
         raise OptionsError(
             f"{name} is not one of the parts",

@@ -93,6 +93,10 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 def _is_free(output: Path) -> bool:
     """Whether a directory can take this name; one without content gives way to it."""
+    if not output.name:
+        raise OutputError(
+            "the output has no name of its own", file=output, hint="Give a directory in it"
+        )
     if not output.is_symlink() and not output.exists():
         return True
     if output.is_symlink() or not output.is_dir():
@@ -122,10 +126,17 @@ def _is_mount_point(directory: Path) -> bool:
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Raise OutputError when the output would grow inside the checkpoint."""
+    """Raise OutputError when the output or the checkpoint lies inside the other."""
     if lies_in(output, source):
         raise OutputError(
             "the output lies inside the checkpoint", file=output, hint="Choose another place"
+        )
+    if lies_in(source, output):
+        raise OutputError(
+            "the checkpoint lies inside the output, which would replace it",
+            file=output,
+            found=source,
+            hint="Choose another place",
         )
 
 

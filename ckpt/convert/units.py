@@ -36,13 +36,15 @@ PARTIAL = ".ckpt-partial"
 class Unit:
     """One output file: its name and tensors, and the files they come from with their stamps.
 
-    ``plan`` is the fingerprint of the whole conversion.
+    ``plan`` is the fingerprint of the whole conversion, ``root`` the checkpoint's directory, as
+    it was given.
     """
 
     name: str
     targets: tuple[Target, ...]
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     plan: str = ""
+    root: str = ""
     allow_nonfinite: bool = False
 
     @property
@@ -59,19 +61,21 @@ class Unit:
     def digest(self) -> str:
         """A hash of all that decides the file's bytes; 32 hexadecimal digits."""
         digest = sha256(f"{self.plan} {self.name} {self.allow_nonfinite}\n".encode())
+        root = self.root
         for target in self.targets:
             spec = target.spec
             digest.update(f"{spec.name} {spec.dtype} {spec.shape} {target.stored}\n".encode())
             digest.update(f"{target.steps}\n".encode())
             for copies in (target.copies, *target.further):
                 lines = [
-                    f"{c.file} {c.source} {c.source_pitch} {c.target} {c.target_pitch} "
-                    f"{c.rows} {c.width} {c.item} {c.transposed}\n"
+                    f"{c.file.removeprefix(root)} {c.source} {c.source_pitch} {c.target} "
+                    f"{c.target_pitch} {c.rows} {c.width} {c.item} {c.transposed}\n"
                     for c in copies
                 ]
-                digest.update("".join(lines).encode())
+                digest.update("".join(lines).encode(errors="surrogateescape"))
         for file, stamp in sorted(self.stamps.items()):
-            digest.update(f"{file} {tuple(stamp)}\n".encode())
+            line = f"{file.removeprefix(root)} {tuple(stamp)}\n"
+            digest.update(line.encode(errors="surrogateescape"))
         return digest.hexdigest()[:32]
 
 
