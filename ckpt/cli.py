@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt import __version__
-from ckpt.errors import EXIT_BUG, EXIT_FAILED, EXIT_INTERRUPTED, CkptError
+from ckpt.errors import EXIT_BUG, EXIT_FAILED, EXIT_INTERRUPTED, CkptError, OptionsError
 from ckpt.terminal import Terminal, write_bug_log
 
 
@@ -84,6 +84,22 @@ class _Location(_PathType):
 
         del param, ctx
         return to_location(value)
+
+
+class _Local(_PathType):
+    """A path of this machine, for a command that reads no store."""
+
+    name = "path"
+
+    def __init__(self, reader: str) -> None:
+        self._reader = reader
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # noqa: ANN401 - click's signature
+        """The path; OptionsError for a place in a store."""
+        from ckpt.storage import to_local  # noqa: PLC0415 - keeps --help instant
+
+        del param, ctx
+        return to_local(value, self._reader)
 
 
 a_path = _Location()
@@ -276,6 +292,9 @@ def convert(
 
     With --json, a line is printed for each file of weights as it is finished, and the report
     or the error is the last line.
+
+    The models that OUTPUT is checked against are kept in ~/.cache/ckpt; the environment's
+    CKPT_CACHE names another directory, or is off.
     """
     from ckpt.config import ConvertOptions, parse_options  # noqa: PLC0415 - keeps --help instant
     from ckpt.convert import convert_checkpoint, plan_with_proof  # noqa: PLC0415
@@ -301,8 +320,8 @@ def convert(
 
 
 @main.command()
-@click.argument("source", type=a_path)
-@click.argument("model", type=a_path)
+@click.argument("source", type=_Local("validate"))
+@click.argument("model", type=_Local("validate"))
 @iteration_option
 @click.option(
     "--reference",
@@ -312,7 +331,7 @@ def convert(
     help="Logits recorded in training, or a live Megatron-Core model on the CPU; 'auto' takes "
     "what is recorded in fp32, else what runs.",
 )
-@click.option("--recorded", type=a_path, help="File or directory of recorded logits.")
+@click.option("--recorded", type=_Local("validate"), help="File or directory of recorded logits.")
 @click.option(
     "--min-cosine", type=float, default=0.9999, show_default=True, help="At every position."
 )
@@ -326,7 +345,7 @@ def convert(
 @click.option(
     "--max-positions", type=int, default=512, show_default=True, help="For a live reference."
 )
-@click.option("--python", type=a_path, help="Python that has megatron-core.")
+@click.option("--python", type=_Local("validate"), help="Python that has megatron-core.")
 @json_option
 @quiet_option
 def validate(
@@ -348,7 +367,7 @@ def validate(
 
 
 @main.command()
-@click.argument("model", type=a_path)
+@click.argument("model", type=_Local("serve"))
 @click.argument("extra_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE_ARGS]")
 @click.option(
     "--engine",
@@ -357,7 +376,7 @@ def validate(
     show_default=True,
     help="vLLM, or the embedded engine (transformers serve).",
 )
-@click.option("--python", type=a_path, help="Python that has vLLM.")
+@click.option("--python", type=_Local("serve"), help="Python that has vLLM.")
 @click.option(
     "--tensor-parallel",
     default="match",
@@ -387,7 +406,7 @@ def validate(
     show_default=True,
     help="Seconds until the first answer.",
 )
-@click.option("--chat-template", type=a_path, help="Chat template to use; vLLM only.")
+@click.option("--chat-template", type=_Local("serve"), help="Chat template to use; vLLM only.")
 @click.option(
     "--api-key",
     envvar="VLLM_API_KEY",
@@ -507,9 +526,23 @@ def _engines_root() -> Path:
 
 
 def _cache_root() -> Path | None:
-    """Where models that transformers built are kept; None for CKPT_CACHE=off and without a home."""
-    if os.environ.get("CKPT_CACHE", "").lower() == "off":
+    """Where models that transformers built are kept: CKPT_CACHE, or the user's cache directory.
+
+    None where it is off, and without a home. Raises OptionsError for what is no directory.
+    """
+    wanted = os.environ.get("CKPT_CACHE", "")
+    if wanted.lower() in {"off", "0", "no", "false"}:
         return None
+    if wanted.lower() not in {"", "on", "1", "yes", "true"}:
+        place = Path(wanted).expanduser()
+        if not place.is_absolute() or (place.exists() and not place.is_dir()):
+            raise OptionsError(
+                "CKPT_CACHE is no directory",
+                expected="an absolute path, on or off",
+                found=wanted,
+                hint="Unset it for ~/.cache/ckpt",
+            )
+        return place
     base = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # this user has no home directory
         return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "ckpt"

@@ -11,7 +11,10 @@ import dataclasses
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 from pydantic import (
     BeforeValidator,
@@ -27,6 +30,13 @@ from ckpt.errors import OptionsError
 from ckpt.storage import is_remote, to_location
 
 T = TypeVar("T")
+_WAYS = {  # a value's kinds, as a sentence says them, by pydantic's types of error
+    "literal_error": "{expected}",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "greater_than_equal": "at least {ge}",
+}
 _STRICT = ConfigDict(extra="forbid", defer_build=True)  # a command needs one class of them
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _LEAST_WITHOUT_UNIT = 1000  # less is a size whose unit was forgotten
@@ -183,8 +193,25 @@ def parse_options(kind: type[T], values: object, *, file: str | None = None) -> 
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        faults = [_fault(kind, item) for item in error.errors()]
+        faults = [_fault(kind, item) for item in _joined(error.errors())]
         raise OptionsError("; ".join(dict.fromkeys(faults)), file=file) from error
+
+
+def _joined(items: Sequence[Any]) -> list[Any]:
+    """The records of pydantic, with one for all the ways in which a value could be right."""
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for item in items:
+        key = tuple(str(part) for part in item["loc"] if str(part).isidentifier())
+        found.setdefault(key, []).append(item)
+    return [_all_of(alike) for alike in found.values()]
+
+
+def _all_of(alike: Sequence[Any]) -> Any:  # noqa: ANN401 - pydantic's error records
+    if len(alike) == 1:
+        return alike[0]
+    ways = [_WAYS.get(item["type"], item["msg"]) for item in alike]
+    ways = [way.format(**item.get("ctx", {})) for way, item in zip(ways, alike, strict=True)]
+    return {**alike[0], "type": "ways", "msg": f"must be {' or '.join(ways)}"}
 
 
 def _fault(kind: type, item: Any) -> str:  # noqa: ANN401 - pydantic's error record

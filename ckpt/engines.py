@@ -166,7 +166,11 @@ def remove_engine(root: Path, name: str) -> Path:
     """Delete a managed environment; raises EngineError when there is none of that name."""
     place = root / name
     if not place.is_dir():
-        raise EngineError(f"no managed engine {name!r}", file=root)
+        raise EngineError(
+            f"no managed engine {name!r}",
+            file=root,
+            hint="Nothing is to be removed; ckpt engine list shows what is installed",
+        )
     shutil.rmtree(place)
     return place
 

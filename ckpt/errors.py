@@ -24,6 +24,13 @@ EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
 
 
+def extra_hint(extra: str) -> str:
+    """How one of this distribution's extras is installed, from an index or from a clone."""
+    return (
+        f"pip install 'megatron-to-vllm[{extra}]', or in a clone of ckpt: pip install '.[{extra}]'"
+    )
+
+
 class CkptError(Exception):
     """A fault that the user can mend, with its facts in fields.
 

@@ -16,6 +16,7 @@ from ckpt.sources import open_source
 from ckpt.sources.unpickle import unhurried_collector
 from ckpt.terminal import format_bytes
 from ckpt.training import parse_training_args
+from ckpt.unfinished import refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +62,7 @@ def inspect_directory(path: Path, *, iteration: IterationChoice = "latest") -> I
 
     Raises SourceError or ModelError when it holds neither a checkpoint nor a model.
     """
+    refuse_unfinished(path)
     if (path / "config.json").is_file():
         return _inspect_model(path)
     with unhurried_collector():

@@ -63,6 +63,10 @@ def run_pipeline(
     """
     progress = progress or Silent()
     _check_places(options)
+    if options.serve.enabled:
+        from ckpt.serve import require_engine  # noqa: PLC0415 - only where a server is wanted
+
+        require_engine(options.serve, engines_root)
     report = PipelineReport(str(options.output))
     with _timed(report, "convert"):
         report.stages["convert"] = _convert(options, progress, force=force)

@@ -16,7 +16,7 @@ from ckpt.manifest import read_stage
 
 ROOT = Path(__file__).parent.parent / "ckpt"
 VALUES = {"errors", "tensors", "progress", "__init__"}
-COMMON = VALUES | {"config", "manifest", "shards", "terminal", "storage"}
+COMMON = VALUES | {"config", "manifest", "shards", "terminal", "storage", "unfinished"}
 STAGES = ("convert", "validate", "quantize", "serve")
 # A package and what it may import from the rest of ckpt; nothing is allowed back or sideways.
 ALLOWED = {
@@ -26,6 +26,7 @@ ALLOWED = {
     # Where files lie. Its parts are imported only where a store is named.
     "storage": {"errors"},
     "config": {"errors", "storage"},
+    "unfinished": {"errors", "storage"},
     "terminal": {"__init__"},
     "manifest": {"errors", "storage", "__init__"},
     "shards": {"errors", "tensors"},

@@ -308,7 +308,8 @@ def test_a_bucket_that_does_not_exist_is_said_to_be_missing(bucket):
 def test_a_directory_that_does_not_exist_is_said_to_be_missing(bucket):
     result = run_ckpt("inspect", f"{bucket.url}/nothing/here")
     assert result.returncode == EXIT_FAILED
-    assert result.stderr == f"error: {bucket.url}/nothing/here: no such directory\n"
+    missing = f"error: {bucket.url}/nothing/here: no such directory. Give the run's directory"
+    assert result.stderr.startswith(missing)
 
 
 def test_without_credentials_the_next_step_is_named(bucket, tmp_path):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from builders import Model, write_legacy
 from click.testing import CliRunner
 
+from ckpt import cli
 from ckpt.cli import main
-from ckpt.config import ConvertOptions
+from ckpt.config import ConvertOptions, ServeOptions, parse_options
 from ckpt.convert import convert_checkpoint, plan_conversion
 from ckpt.convert.needs import needs_of
+from ckpt.errors import OptionsError
 from ckpt.progress import Silent
 from ckpt.terminal import Terminal, plural
 
@@ -131,3 +136,136 @@ def test_copied_files_are_not_counted_among_the_weights(tmp_path, source):
     found = needs_of(planned, tmp_path / "out", 1)
     assert found.copied_bytes == (tokenizer / "tokenizer.json").stat().st_size
     assert f", {found.copied_bytes / 1000:.1f} kB of copied files\n" in found.as_text()
+
+
+@pytest.mark.parametrize("command", ["inspect", "validate"])
+def test_an_unfinished_output_is_named_as_one(tmp_path, source, command):
+    """By its own name and by the name that it waits for, with how many files are finished."""
+    stage = tmp_path / ".out.ckpt-partial"
+    stage.mkdir()
+    (stage / "ckpt-stage.json").write_text("{}")
+    (stage / "config.json").write_text("{}")
+    for number in (1, 2):
+        (stage / f"model-0000{number}-of-00007.safetensors.receipt.json").write_text("{}")
+    first = [source] if command == "validate" else []
+    for place in (stage, tmp_path / "out"):
+        done = run(command, *first, place)
+        assert done.exit_code == 1
+        assert f"{stage}: unfinished output of ckpt (found 2 of 7 finished files" in done.output
+        assert "Run the same convert command again" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "copy"),
+    [
+        (["validate", "s3://bucket/run", "model"], "aws s3 sync s3://bucket/run run"),
+        (["validate", "run", "gs://b/model"], "gcloud storage rsync -r gs://b/model model"),
+        (["serve", "s3://bucket/a/model"], "aws s3 sync s3://bucket/a/model model"),
+    ],
+)
+def test_what_reads_no_store_says_so_before_it_asks_for_a_library(arguments, copy, monkeypatch):
+    """The library may be missing: it would not help."""
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "files of this machine only, not an object store" in done.output
+    assert f"Copy it first: {copy}\n" in done.output
+
+
+@pytest.mark.parametrize(
+    ("url", "wanted"),
+    [
+        ("s3://b/run", "pip install 'megatron-to-vllm[s3]', or in a clone of ckpt: pip"),
+        ("gs://b/run", "pip install '.[gs]'"),
+        ("hdfs://host/run", "copy it here first"),
+        ("https://host/run", "copy it here first"),
+    ],
+)  # fmt: skip
+def test_a_missing_library_is_named_for_its_own_store(url, wanted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    done = run("inspect", url)
+    assert done.exit_code == 1
+    assert wanted in done.output
+    assert ("[s3]" in done.output) == url.startswith("s3")
+
+
+def test_a_pipeline_that_could_not_serve_stops_before_it_converts(tmp_path, source, monkeypatch):
+    """An hour of converting must not end in the news that no engine is there."""
+    monkeypatch.setattr("ckpt.serve.find_vllm", lambda *_: None)
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(f"source: {{path: {source}}}\noutput: out\nserve: {{engine: vllm}}\n")
+    done = run("run", file)
+    assert done.exit_code == 1
+    assert "no vLLM is installed" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("/a/b", Path("/a/b")), ("0", None), ("OFF", None), ("no", None), ("on", "default"),
+     ("", "default")],
+)  # fmt: skip
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path, value, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CKPT_CACHE", value)
+    assert cli._cache_root() == (tmp_path / "ckpt" if expected == "default" else expected)
+
+
+@pytest.mark.parametrize("value", ["relative/place", "/dev/null"])
+def test_a_cache_that_is_no_directory_is_refused(monkeypatch, tmp_path, source, value):
+    monkeypatch.setenv("CKPT_CACHE", value)
+    done = run("convert", source, tmp_path / "out")
+    assert done.exit_code == 1
+    assert "CKPT_CACHE is no directory" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["convert", "/nope", "z"], "Give the run's directory"),
+        (["--tokenizer", "/nope"], "Give --tokenizer the directory"),
+        (["--reference", "/nope"], "Give --reference a Hugging Face directory"),
+        (["engine", "remove", "vllm"], "ckpt engine list shows"),
+    ],
+)
+def test_what_is_not_there_comes_with_a_next_step(tmp_path, source, arguments, hint, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    if arguments[0].startswith("--"):
+        arguments = ["convert", source, tmp_path / "out", *arguments]
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert hint in done.output
+    assert "Errno" not in done.output
+
+
+def test_a_place_behind_a_file_names_the_output_and_the_next_step(tmp_path, source):
+    (tmp_path / "file").write_text("x")
+    done = run("convert", source, tmp_path / "file" / "out", "--quiet")
+    assert done.exit_code == 1
+    assert done.output == (
+        f"error: {tmp_path}/file/out: cannot write here: a part of its path is a file. "
+        "Choose an output whose path leads through directories alone\n"
+    )
+
+
+def test_a_value_of_several_kinds_is_refused_in_one_sentence():
+    with pytest.raises(OptionsError) as raised:
+        parse_options(ServeOptions, {"tensor_parallel": "mtch"})
+    text = "tensor_parallel: must be 'match' or a whole number (found 'mtch')"
+    assert str(raised.value) == text
+
+
+def test_the_library_does_not_warn_of_what_a_kill_leaves(tmp_path):
+    """Its watcher is told beforehand; the warning names semaphores that it then removes."""
+    program = (
+        "import os, signal, multiprocessing as m\n"
+        "from ckpt.convert.processes import Processes\n"
+        "if __name__ == '__main__':\n"
+        "    p = Processes(2, print)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        subprocess.run([sys.executable, "-c", program], stderr=stream, check=False)
+    time.sleep(1)
+    assert log.read_text() == ""

@@ -64,7 +64,11 @@ class Tokenizer:
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer in ``directory``; raises OptionsError when there is none."""
     if not directory.is_dir():
-        raise OptionsError("no such tokenizer directory", file=directory)
+        raise OptionsError(
+            "no such tokenizer directory",
+            file=directory,
+            hint="Give --tokenizer the directory that holds tokenizer.json or tokenizer.model",
+        )
     files = [(name, directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()]
     templates = directory / TEMPLATE_DIRECTORY
     if templates.is_dir():

@@ -134,7 +134,12 @@ class NoLock(Lock):
 
 
 def _cannot(file: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write here: {error.strerror}", file=file)
+    output = file.with_name(file.name.removeprefix(".").partition(".ckpt-lock")[0])
+    reason, hint = error.strerror, "Choose an output in a place that you may write"
+    if error.errno in {errno.EEXIST, errno.ENOTDIR}:
+        reason = "a part of its path is a file"
+        hint = "Choose an output whose path leads through directories alone"
+    return OutputError(f"cannot write here: {reason}", file=output, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.convert.crew import Done, timed
-from ckpt.errors import CkptError, EngineError, OutputError
+from ckpt.errors import CkptError, EngineError, OutputError, extra_hint
 from ckpt.storage import MARK
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _connect() -> tuple[Any, bool]:
         import ray  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise EngineError(
-            "--executor ray needs Ray", hint="pip install 'megatron-to-vllm[ray]', on every node"
+            "--executor ray needs Ray", hint=f"On every node: {extra_hint('ray')}"
         ) from error
     if ray.is_initialized():
         return ray, False

@@ -16,7 +16,7 @@ import time
 import types
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import parent_process
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # (PIPE_BUF, pipe(7)), so no lock is needed that a killed process might hold.
 _NEWS = struct.Struct("<qqq")
 _NEWS_SECONDS = 0.1
+_TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
 _BEGUN, _ENDED = -1, -2
 _ENDED_BY_POOL = {None, 0, -signal.SIGTERM}  # or not ended
 _EXIT_SECONDS = 1.0  # until the system has told how a process ended
@@ -54,6 +55,15 @@ def _nothing_inherited() -> Iterator[None]:
     finally:
         sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_quiet_tracker() -> None:
+    """Start the library's watcher of semaphores, silent: a kill leaves some, which it removes."""
+    sys.warnoptions.append(_TRACKER_WARNING)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(_TRACKER_WARNING)
 
 
 class _Process(SpawnProcess):
@@ -136,6 +146,7 @@ class Processes(ProcessPoolExecutor):
         """``workers`` processes, started as jobs come; ``advance`` is told bytes."""
         self.width = workers + 1  # one more waits, so that no worker does
         self._advance = advance
+        _start_quiet_tracker()
         self._context = _Context()
         self._reader, writer = self._context.Pipe(duplex=False)
         os.set_blocking(self._reader.fileno(), False)

@@ -136,6 +136,12 @@ def _cell(row: Mapping[str, Any], head: str) -> str:
 def read_reference(path: Path) -> Reference:
     """The reference at ``path``, a model's directory or a config.json; OptionsError if none."""
     file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise OptionsError(
+            "no such reference" if not path.is_dir() else "the reference has no config.json",
+            file=path,
+            hint="Give --reference a Hugging Face directory of the same model, or its config.json",
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.engines import find_vllm
-from ckpt.errors import EngineError, ServeError
+from ckpt.errors import EngineError, ServeError, extra_hint
 from ckpt.progress import Progress, Silent
 from ckpt.serve.agreement import Agreement, Question, compare_with_original
 from ckpt.serve.client import Answer, Client
@@ -26,6 +26,7 @@ from ckpt.serve.process import GRACE_READY_SECONDS, ServerProcess
 from ckpt.serve.running import RunningServer, wait_until_ready
 from ckpt.serve.tensor_parallel import choose, legal_sizes
 from ckpt.storage import require_local
+from ckpt.unfinished import refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +34,15 @@ if TYPE_CHECKING:
     from ckpt.config import ServeOptions
     from ckpt.engines import Engine
 
-__all__ = ["Agreement", "Answer", "RunningServer", "legal_sizes", "running_server", "serve_model"]
+__all__ = [
+    "Agreement",
+    "Answer",
+    "RunningServer",
+    "legal_sizes",
+    "require_engine",
+    "running_server",
+    "serve_model",
+]
 
 
 @contextmanager
@@ -52,6 +61,7 @@ def running_server(
     """
     progress = progress or Silent()
     require_local(directory, "serve")
+    refuse_unfinished(directory)
     model = check_model(directory, options)
     engine = _find_engine(options, engines_root)
     port = free_port(options.host, options.port)
@@ -95,6 +105,11 @@ def serve_model(
         server.wait()
 
 
+def require_engine(options: ServeOptions, engines_root: Path) -> None:
+    """Raise EngineError unless an engine is there that would serve with these options."""
+    _find_engine(options, engines_root)
+
+
 def _find_engine(options: ServeOptions, root: Path) -> Engine | None:
     """VLLM, or None for the embedded engine; raises EngineError when neither is there."""
     engine = None if options.engine == "embedded" else find_vllm(root, options.python)
@@ -107,7 +122,7 @@ def _find_engine(options: ServeOptions, root: Path) -> Engine | None:
         raise EngineError(
             missing if options.engine == "embedded" else f"no vLLM is installed, and {missing}",
             hint="Install vLLM with ckpt engine install vllm, or the small embedded engine with "
-            "pip install 'megatron-to-vllm[serving]'",
+            + extra_hint("serving"),
         )
     return None
 

@@ -74,7 +74,11 @@ def locate(path: Path, iteration: IterationChoice = "latest") -> Located:
     if path.is_file():
         raise SourceError("a file, not a checkpoint", file=path, hint="Give its directory")
     if not path.is_dir():
-        raise SourceError("no such directory", file=path)
+        raise SourceError(
+            "no such directory",
+            file=path,
+            hint="Give the run's directory, with its tracker file, or one iteration's",
+        )
     kind = detect_format(path)
     if kind is not None:
         return _given_iteration(path, kind, iteration)

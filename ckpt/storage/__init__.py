@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MARK = "://"
 Stamp = tuple[int, int | str]  # of a file: its bytes, and its time or state
+_COPY = dict.fromkeys(("gs", "gcs"), "gcloud storage rsync -r") | {"s3": "aws s3 sync"}
 _LOCAL = ("file://", "local://")
 
 
@@ -62,14 +63,30 @@ def as_object(location: Path) -> ObjectPath:
 
 def require_local(location: Path | None, reader: str) -> None:
     """Raise OptionsError where ``reader``, which needs files of this machine, is given a store."""
-    if location is None or not is_remote(location):
-        return
-    name = location.name or "model"
-    copy = "gcloud storage rsync -r" if str(location).startswith("gs:") else "aws s3 sync"
-    raise OptionsError(
+    if location is not None and is_remote(location):
+        raise _elsewhere(str(location), reader)
+
+
+def to_local(value: object, reader: str) -> Path:
+    """The path that a command line names for ``reader``, which needs files of this machine.
+
+    Raises OptionsError for a store, whose library is not asked for.
+    """
+    text = str(value)
+    for prefix in _LOCAL:
+        text = text.removeprefix(prefix)
+    if MARK in text:
+        raise _elsewhere(text, reader)
+    return value if isinstance(value, Path) else Path(text)
+
+
+def _elsewhere(url: str, reader: str) -> OptionsError:
+    name = url.rstrip("/").rpartition("/")[2] or "model"
+    program = _COPY.get(url.partition(MARK)[0])
+    return OptionsError(
         f"{reader} reads files of this machine only, not an object store",
-        file=location,
-        hint=f"Copy it first: {copy} {location} {name}",
+        file=url,
+        hint=f"Copy it first: {program} {url} {name}" if program else "Copy it to a path first",
     )
 
 

@@ -13,7 +13,7 @@ from errno import ENOENT
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CkptError, OptionsError, OutputError, StoreError
+from ckpt.errors import CkptError, OptionsError, OutputError, StoreError, extra_hint
 from ckpt.storage.faults import explain, is_missing
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Range:
 
 def open_store(protocol: str) -> Store:
     """The store of a protocol; OptionsError where it is unknown or its library is missing."""
-    extra = _EXTRAS.get(protocol, "s3")
+    extra = _EXTRAS.get(protocol)
     try:
         import fsspec  # noqa: PLC0415 - an extra
 
@@ -60,7 +60,9 @@ def open_store(protocol: str) -> Store:
     except ImportError as error:
         raise OptionsError(
             f"{protocol}:// needs a library that is not installed: {error}",
-            hint=f'Install it: pip install "megatron-to-vllm[{extra}]"',
+            hint=f"Install it: {extra_hint(extra)}"
+            if extra
+            else "ckpt is tested with s3:// and gs://; else copy it here first, and give the path",
         ) from error
     except ValueError as error:
         raise OptionsError(

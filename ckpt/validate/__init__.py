@@ -12,6 +12,7 @@ from ckpt.progress import Progress, Silent
 from ckpt.shards import REFERENCE_FILE
 from ckpt.sources import locate
 from ckpt.storage import require_local
+from ckpt.unfinished import refuse_unfinished
 from ckpt.validate.hf_run import longest_context, read_config, run_hf
 from ckpt.validate.logits import check_input_ids, compare, compare_layers
 from ckpt.validate.megatron_run import can_run_megatron, run_megatron
@@ -58,6 +59,8 @@ def validate_checkpoint(
     progress, started = progress or Silent(), time.monotonic()
     for place in (source, model, options.recorded):
         require_local(place, "validate")
+    for place in (source, model):
+        refuse_unfinished(place)
     if source.resolve() == model.resolve():
         raise ValidationError("source and model are the same directory", file=model)
     located = locate(source, iteration)

@@ -81,6 +81,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        hint = "Give the directory that ckpt convert wrote"
+        raise ModelError("no config.json here", file=directory, hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read: {error}", file=file) from error
     if not isinstance(content, dict):

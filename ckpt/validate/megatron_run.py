@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ckpt
-from ckpt.errors import ValidationError
+from ckpt.errors import ValidationError, extra_hint
 from ckpt.sources import open_source
 from ckpt.validate.hf_run import longest_context, read_config
 from ckpt.validate.recorded import REFERENCE_NAME, Reference, read_reference
@@ -91,8 +91,8 @@ def run_megatron(
             "no reference: nothing was recorded, and megatron-core is not installed",
             file=located.directory,
             expected=REFERENCE_NAME,
-            hint="Record logits in the training job with ckpt.validate.record_reference, or "
-            "pip install 'megatron-to-vllm[megatron]', or name a Python that has it",
+            hint="Record logits in the training job with ckpt.validate.record_reference, or name a "
+            f"Python that has it, or install it: {extra_hint('megatron')}",
         )
     if _is_too_old(version):
         raise ValidationError(
