@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from ckpt.errors import OptionsError
-from ckpt.storage import is_remote, to_location
+from ckpt.storage import is_remote, require_local, to_location
 
 T = TypeVar("T")
 _WAYS = {  # a value's kinds, as a sentence says them, by pydantic's types of error
@@ -180,6 +180,7 @@ def load_pipeline(file: Path) -> PipelineOptions:
     """
     import yaml  # noqa: PLC0415 - only where there is such a file
 
+    require_local(file, "run")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import builders
@@ -165,6 +166,29 @@ def test_planning_fetches_a_small_part_and_lists_nothing_twice(
     assert size > 4 * 2**20
     assert seen["bytes"] < size / 20
     assert len(seen["lists"]) == len(set(seen["lists"])) <= 4
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist", "deepspeed", "deepspeed_universal"])
+def test_files_are_looked_into_side_by_side(tmp_path, bucket, monkeypatch, form):
+    """One after the other, a thousand rank files would each wait for several answers."""
+    from ckpt.storage.store import Store
+
+    source = FORMATS[form](tmp_path / "run")
+    remote = to_location(bucket.put_directory(source, f"beside/{form}"))
+    fetch, now, most = Store._fetch, [], [0]
+
+    def slow(self, ranges):
+        now.append(1)
+        most[0] = max(most[0], len(now))
+        time.sleep(0.02)
+        try:
+            return fetch(self, ranges)
+        finally:
+            now.pop()
+
+    monkeypatch.setattr(Store, "_fetch", slow)
+    assert plan_conversion(remote, ConvertOptions()).plan.parameters
+    assert most[0] > 1
 
 
 def test_a_read_fetches_no_more_than_the_weights(tmp_path, bucket, monkeypatch):

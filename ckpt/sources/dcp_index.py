@@ -17,6 +17,7 @@ from ckpt.sources.dcp_places import checked_places
 from ckpt.sources.opened import open_file
 from ckpt.sources.torch_archive import read_archive, read_item
 from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.storage import ahead
 from ckpt.tensors import DType, Shard, SourceTensor, View
 
 if TYPE_CHECKING:
@@ -137,13 +138,22 @@ class Index:
             for chunk in item.chunks:
                 by_file.setdefault(chunk.file, []).append((item, chunk))
         views: dict[tuple[str, tuple[int, ...]], View] = {}
-        for name, stored in by_file.items():
-            with closing(open_file(self.directory / name)) as opened:
-                opened.expect(place for _, chunk in stored for place in _ends(chunk))
-                for item, chunk in sorted(stored, key=lambda pair: pair[1].offset):
-                    views[item.name, chunk.start] = _view(opened, item, chunk, self._reader)
+        for found in ahead(self._views_in, by_file.items(), self.directory):
+            views |= found
         for item in items:
             yield (views[item.name, chunk.start] for chunk in item.chunks)
+
+    def _views_in(
+        self, part: tuple[str, list[tuple[Item, Chunk]]]
+    ) -> dict[tuple[str, tuple[int, ...]], View]:
+        """Views of the chunks of one file, by name and start."""
+        name, stored = part
+        with closing(open_file(self.directory / name)) as opened:
+            opened.expect(place for _, chunk in stored for place in _ends(chunk))
+            return {
+                (item.name, chunk.start): _view(opened, item, chunk, self._reader)
+                for item, chunk in sorted(stored, key=lambda pair: pair[1].offset)
+            }
 
     def files(self, items: Iterable[Item]) -> tuple[Path, ...]:
         """The files of the tensors; SourceError for one that is missing or too short."""

@@ -19,9 +19,10 @@ from ckpt.sources.flatten import flatten
 from ckpt.sources.ranked import OneSave
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader
+from ckpt.storage import ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ckpt.parts import Held
@@ -94,12 +95,19 @@ def _open_layers(
     if missing:
         listed = ", ".join(f"layer_{n:02d}-model_{r:02d}" for n, r in missing[:8])
         raise SourceError(f"files are missing: {listed}", file=next(iter(files.values())).parent)
-    archives = {key: read_archive(files[key], reader) for key in sorted(files)}
+    archives = _archives(files, sorted(files), reader)
     for number in numbers:  # a tied model's first and last layer may well be alike
         save = OneSave()
         for rank in ranks:
             save.add((rank,), archives[number, rank])
     return archives
+
+
+def _archives(
+    files: Mapping[tuple[int, ...], Path], keys: Sequence[tuple[int, ...]], reader: Reader
+) -> dict[tuple[int, ...], TorchArchive]:
+    opened = ahead(lambda key: read_archive(files[key], reader), keys, files[keys[0]])
+    return dict(zip(keys, opened, strict=True))
 
 
 def _from_layers(
@@ -120,8 +128,7 @@ def _open_ranks(
     if missing:
         listed = ", ".join(f"mp_rank_{rank:02d}_model_states.pt" for rank in missing)
         raise SourceError(f"files are missing: {listed}", file=next(iter(files.values())).parent)
-    archives: dict[tuple[int, ...], TorchArchive]
-    archives = {(rank,): read_archive(files[rank,], reader) for rank in ranks}
+    archives = _archives(files, [(rank,) for rank in ranks], reader)
     save = OneSave()
     for numbers, archive in archives.items():
         save.add(numbers, archive)

@@ -28,6 +28,7 @@ from ckpt.sources.ranked import (
 from ckpt.sources.rows import reorder_qkv
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef, unhurried_collector
+from ckpt.storage import ahead
 from ckpt.tensors import SourceTensor, View
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ def _read(
     ranks = _grid(files, sizes, located.directory)
     collector = _Collector(args, replace(sizes, virtual_pipeline=len(_chunks(first.root))))
     save = OneSave(first)
-    for rank in ranks:  # what a file holds beside places of tensors is forgotten before the next
-        is_first = rank.file == first.file
-        archive = first if is_first else _open(rank.file, reader, spans=spans)
+
+    def opened(rank: _Rank) -> TorchArchive:
+        return first if rank.file == first.file else _open(rank.file, reader, spans=spans)
+
+    # What a file holds beside places of tensors is forgotten before the next.
+    for rank, archive in zip(ranks, ahead(opened, ranks, located.directory), strict=True):
         save.add((rank.tp, rank.pp), archive)
         collector.add(rank, archive)
     tensors = [reorder_qkv(tensor, args) for tensor in collector.tensors()]

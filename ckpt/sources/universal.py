@@ -21,6 +21,7 @@ from ckpt.sources.checkpoint import Checkpoint, parallelism_of
 from ckpt.sources.deepspeed import numbered
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.storage import ahead
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,12 +49,14 @@ def read(located: Located, *, spans: bool) -> Checkpoint:
     shapes = _flat_shapes(state)
     stored: dict[str, dict[int, Held]] = {}
     files, skipped = [], []
+    folders = []
     for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
-        reason = names.skip_reason(folder.name)
-        if reason:
+        if reason := names.skip_reason(folder.name):
             skipped.append((folder.name, reason))
-            continue
-        archive = _open(folder, reader)
+        else:
+            folders.append(folder)
+    opened = ahead(lambda folder: _open(folder, reader), folders, directory)
+    for folder, archive in zip(folders, opened, strict=True):
         stored[folder.name] = _by_rank(archive, folder.name, sizes.tensor, shapes)
         files.append(archive.file)
     notes = "weights are the optimizer's float32 values; --dtype gives them another type"

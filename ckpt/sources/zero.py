@@ -23,6 +23,7 @@ from ckpt.sources.checkpoint import Checkpoint, Parallelism
 from ckpt.sources.deepspeed import numbered
 from ckpt.sources.torch_archive import TorchArchive, read_archive
 from ckpt.sources.unpickle import Reader, TensorRef
+from ckpt.storage import ahead
 from ckpt.tensors import View, contiguous_strides
 
 if TYPE_CHECKING:
@@ -111,10 +112,9 @@ def _open(
     reader: Reader,
 ) -> _Rank:
     data = sorted(d for d, t in models if t == rank)
-    return _Rank(
-        tuple(read_archive(models[d, rank], reader) for d in data),
-        tuple(read_archive(optimizers[d, rank], reader) for d in data),
-    )
+    files = [models[d, rank] for d in data] + [optimizers[d, rank] for d in data]
+    opened = list(ahead(lambda file: read_archive(file, reader), files, files[0]))
+    return _Rank(tuple(opened[: len(data)]), tuple(opened[len(data) :]))
 
 
 def _held(rank: _Rank) -> Iterator[tuple[str, Held]]:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from ckpt.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from ckpt.storage.paths import ObjectPath
 
 MARK = "://"
+T = TypeVar("T")
+R = TypeVar("R")
+_AT_ONCE = 8
 Stamp = tuple[int, int | str]  # of a file: its bytes, and its time or state
 _COPY = dict.fromkeys(("gs", "gcs"), "gcloud storage rsync -r") | {"s3": "aws s3 sync"}
 _LOCAL = ("file://", "local://")
@@ -113,6 +117,29 @@ def read_ahead(files: list[Path]) -> None:
     """Fetch small files of a store side by side; reading them then costs no further request."""
     if files and is_remote(files[0]):
         as_object(files[0]).store.fetch_small([as_object(file).key for file in files])
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], place: Path) -> Iterator[R]:
+    """What ``work`` makes of each item, in order.
+
+    Where ``place`` is in a store, a few are at work side by side, since each waits for answers.
+    """
+    if not is_remote(place):
+        yield from map(work, items)
+        return
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - only for a store
+
+    threads = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        running: list[Future[R]] = []
+        for item in items:
+            running.append(threads.submit(work, item))
+            if len(running) > _AT_ONCE:
+                yield running.pop(0).result()
+        while running:
+            yield running.pop(0).result()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def scan(directory: Path) -> Iterator[Scanned]:
