@@ -22,7 +22,7 @@ from ckpt.manifest import read_stage
 from ckpt.progress import Silent
 
 REPOSITORY = Path(__file__).parent.parent
-OPTIONS = ConvertOptions(max_shard_size="15kB")
+OPTIONS = ConvertOptions(max_shard_size=15_000)
 FINALIZE = Share(finalize=True)
 
 

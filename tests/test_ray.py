@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parent.parent
 PYTHONPATH = os.pathsep.join(
     [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
 )
-OPTIONS = ConvertOptions(max_shard_size="15kB", executor="ray")
+OPTIONS = ConvertOptions(max_shard_size=15_000, executor="ray")
 
 
 @pytest.fixture(scope="module")

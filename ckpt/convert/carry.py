@@ -99,8 +99,7 @@ def _parts(run: Run) -> int:
     """In how many parts stored copies are compared: as files are, by this run and the last."""
     if run.is_part:
         return run.share.of
-    state = staging.read_state(run.stage, run.purpose)
-    return max(1, int(state.get("parts", 1)))
+    return staging.parts_of(staging.read_state(run.stage, run.purpose))
 
 
 def _compare(run: Run) -> tuple[dict[int, dict[str, float]], str | None]:
@@ -198,6 +197,8 @@ def _tell(run: Run, written: Written, number: tuple[int, int], done: Done | None
 
 def _crew(run: Run, jobs: int, nbytes: int) -> Crew:
     wanted = None if run.options.workers == "auto" else run.options.workers
+    if not jobs:
+        return Here(run.progress.advance)
     if run.options.executor == "ray":
         from ckpt.convert.on_ray import OnRay  # noqa: PLC0415 - an extra
 

@@ -30,7 +30,7 @@ def check_finished(run: Run) -> None:
             found=staging.describe(stage, run.purpose),
             hint="Give --finalize with the source and options that the parts were given",
         )
-    lacking = _lacking(run, stage, int(state.get("parts", 1)))
+    lacking = _lacking(run, stage, staging.parts_of(state))
     names = {unit.name for unit in run.units}
     foreign = sorted(file.name for file in stage.glob("*.safetensors") if file.name not in names)
     if lacking or foreign:

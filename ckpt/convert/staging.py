@@ -43,6 +43,7 @@ __all__ = [
     "marker",
     "open_stage",
     "own_files",
+    "parts_of",
     "read_state",
     "record_checks",
     "recorded_checks",
@@ -54,6 +55,7 @@ _CHECKS_NAME = "ckpt-checked-{:05d}-of-{:05d}.json"
 _CHECKS_GLOB = "ckpt-checked-*.json"
 _STATE_KINDS = {"fingerprint": str, "parts": int, "options": dict, "source": dict}
 _SHOWN = 3
+_MOST_PARTS = 10**5
 _RESERVE_BYTES = 64 * 2**20
 
 
@@ -242,7 +244,7 @@ def _prepare(
     if is_remote(stage):
         object_stage.check_replaceable(stage, share)
     stage.mkdir(parents=True, exist_ok=True)
-    parts = share.of if share.partial else known.get("parts", 1)
+    parts = share.of if share.partial else parts_of(known)
     write_json(own_place(stage) / _STATE_NAME, purpose.state(parts))
     if is_remote(stage):
         object_stage.clear_finished(stage)
@@ -265,6 +267,12 @@ def read_state(stage: Path, purpose: Purpose) -> dict[str, Any]:
     """The state of a stage that is for this purpose; empty for another one's and for none."""
     state = _stored(stage)
     return state if state.get("fingerprint") == purpose.fingerprint else {}
+
+
+def parts_of(state: Mapping[str, Any]) -> int:
+    """In how many parts a stage with this state is written."""
+    parts = state.get("parts")
+    return parts if isinstance(parts, int) and 1 <= parts <= _MOST_PARTS else 1
 
 
 def _stored(stage: Path) -> dict[str, Any]:
