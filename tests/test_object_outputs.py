@@ -389,7 +389,7 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it():
     for protocol, extra in (("s3", "s3"), ("gs", "gs")):
         done = run_python(program, "inspect", f"{protocol}://bucket/run")
         assert done.returncode == EXIT_FAILED
-        assert f'pip install "megatron-to-vllm[{extra}]"' in done.stderr
+        assert f"pip install 'megatron-to-vllm[{extra}]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 
