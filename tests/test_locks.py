@@ -66,7 +66,10 @@ def test_the_same_part_twice_is_refused_with_its_process(out):
     with claim(out, Share(1, 3), no_note):
         with pytest.raises(OutputError) as caught, claim(out, Share(1, 3), no_note):
             pass
-        assert "part 2 of 3 is being written by another ckpt" in str(caught.value)
+        assert (
+            "part 2 of 3 (--shard-index 1 --num-shards 3) is being written by another ckpt"
+            in str(caught.value)
+        )
         assert HERE in str(caught.value)
         with claim(out, Share(0, 3), no_note):
             pass
@@ -169,6 +172,7 @@ def test_nothing_is_set_up_under_parts_at_work(out):
             pass
         assert "parts of another conversion" in str(caught.value)
         assert "part 1 of 2: pid" in str(caught.value)
+        assert "part 2 of 2" not in str(caught.value)  # itself
         with mine.set_up(lambda: True):
             pass
 

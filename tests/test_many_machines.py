@@ -98,6 +98,7 @@ def test_finalize_names_each_file_that_lacks_and_its_part(tmp_path, source, whol
     with pytest.raises(OutputError) as caught:
         run(source, out, FINALIZE)
     text = str(caught.value)
+    assert "parts 1, 2, 3 of 3 lack 3 files (--shard-index 0, 1, 2 with --num-shards 3): 3" in text
     assert "files are not finished, 1 do not belong here" in text
     assert f"{gone} (part 1 of 3: --shard-index 0 --num-shards 3; not there)" in text
     assert f"{cut} (part 2 of 3: --shard-index 1 --num-shards 3; its receipt is of" in text
@@ -151,10 +152,23 @@ def test_parts_of_another_number_keep_what_is_finished(tmp_path, source, whole):
     assert read_stage(out, "convert")["outputs"] == whole
 
 
+@pytest.mark.parametrize("share", [None, Share(1, 2)])
+def test_another_number_of_parts_is_said_with_the_way_to_run_one_again(tmp_path, source, share):
+    """As where one failed task of an array is submitted again by itself."""
+    out = tmp_path / "out"
+    assert not [line for line in run(source, out, Share(1, 3))[1].lines if "written in" in line]
+    (line,) = [line for line in run(source, out, share)[1].lines if "written in" in line]
+    assert line.startswith("note: the unfinished output was written in 3 parts; this is ")
+    assert ("part 2 of 2" if share else "a whole run over them") in line
+    assert line.endswith("--shard-index I --num-shards 3")
+
+
 def test_more_parts_than_files_are_no_fault(tmp_path, source):
     out, options = tmp_path / "out", ConvertOptions()
     reports = [run(source, out, Share(index, 4), options)[0] for index in range(4)]
     assert [len(report.written) for report in reports] == [1, 0, 0, 0]
+    _, notes = run(source, out, Share(2, 4), options)
+    assert "note: part 3 of 4 has no file: 1 file for 4 parts" in notes.lines
     run(source, out, FINALIZE, options)
     assert_equal(read_tensors(out), hf_tensors(Model()))
 
@@ -237,7 +251,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("share", [None, Share(0, 3)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_another_conversion_left_is_removed_and_the_reason_said(tmp_path, change, share):
+def test_what_another_conversion_left_is_removed_by_whole_runs_alone(tmp_path, change, share):
+    """With the reason said; a part refuses, and leaves other parts' finished files there."""
     values, what, words = CHANGES[change]
     source, out = write_legacy(tmp_path / "run", Model(), tp=3), tmp_path / "out"
     run(source, out, Share(0, 3))
@@ -253,7 +268,16 @@ def test_what_another_conversion_left_is_removed_and_the_reason_said(tmp_path, c
     elif what == "add":
         state["source"]["files"].pop(file)
         state_file.write_text(json.dumps(state))
-    _, notes = run(source, out, share, ConvertOptions(max_shard_size="15kB", **values))
+    options = ConvertOptions(max_shard_size="15kB", **values)
+    if share:
+        with pytest.raises(OutputError) as caught:
+            run(source, out, share, options)
+        assert words in str(caught.value)
+        assert str(stage_path(out)) in str(caught.value)
+        assert "Give the source and options" in str(caught.value)
+        assert {path.name for path in stage_path(out).glob("*.safetensors")} == left
+        return
+    _, notes = run(source, out, share, options)
     (line,) = [line for line in notes.lines if "starting afresh" in line]
     assert line.startswith("note: starting afresh: an unfinished output of another conversion was")
     assert words in line
@@ -262,7 +286,7 @@ def test_what_another_conversion_left_is_removed_and_the_reason_said(tmp_path, c
 
 
 def test_parts_never_remove_what_other_parts_may_be_writing(tmp_path, source, monkeypatch):
-    """They say whose it is; once those have ended, they start afresh."""
+    """They say whose it is; once those have ended, only a whole run starts afresh."""
     monkeypatch.setattr(locks, "_PATIENCE_SECONDS", 0.2)
     out, other = tmp_path / "out", ConvertOptions(max_shard_size="15kB", dtype="bf16")
     run(source, out, Share(0, 3))
@@ -277,6 +301,11 @@ def test_parts_never_remove_what_other_parts_may_be_writing(tmp_path, source, mo
         with pytest.raises(OutputError, match="another ckpt is writing"):
             run(source, out, FINALIZE)
     assert sorted(path.name for path in stage_path(out).iterdir()) == left
+    with pytest.raises(OutputError, match="finished files of another conversion"):
+        run(source, out, Share(1, 3), other)
+    assert sorted(path.name for path in stage_path(out).iterdir()) == left
+    for file in stage_path(out).glob("*.receipt.json"):
+        file.unlink()
     _, notes = run(source, out, Share(1, 3), other)
     assert any("starting afresh" in line for line in notes.lines)
     written = {each["name"] for each in notes.events}
@@ -312,9 +341,11 @@ def test_a_part_is_no_output_and_says_how_to_get_one(tmp_path, source):
     report, _ = run(source, tmp_path / "out", Share(1, 3))
     text = report.as_text().splitlines()
     assert re.fullmatch(
-        rf"part 2 of 3 of {tmp_path}/out is written: \d+ files, 1\d\d\.\d kB, \d+\.\d s", text[0]
+        r"part 2 of 3 \(--shard-index 1 --num-shards 3\) "
+        rf"of {tmp_path}/out is written: \d+ files, 1\d\d\.\d kB, \d+\.\d s",
+        text[0],
     )
-    assert text[2] == "  lacking: parts 1, 3"
+    assert text[2] == "  lacking: parts 1, 3 (--shard-index 0, 2)"
     assert text[3].startswith(f"  when these are written: ckpt convert {source}/iter_0000010 ")
     assert text[3].endswith("--max-shard-size 15000 --finalize")
     facts = report.as_dict()
@@ -354,6 +385,8 @@ def test_processes_of_a_job_array_work_at_the_same_time(tmp_path):
     source, out = write_torch_dist(tmp_path / "run", Model(), tp=2), tmp_path / "out"
     command = ["convert", source, out, "--max-shard-size", "15kB", "--quiet", "--json"]
     run(source, out, Share(0, 2), ConvertOptions(max_shard_size="15kB", dtype="bf16"))
+    for file in stage_path(out).glob("*.receipt.json"):
+        file.unlink()
     processes = []
     for task in range(3):
         environ = {"ID": task, "COUNT": 3, "MIN": 0, "MAX": 2, "STEP": 1}

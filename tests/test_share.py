@@ -120,7 +120,7 @@ def test_an_array_with_gaps_is_refused_with_the_way_out(listed, task):
         (-1, 3, {}, "expected 0 to 2, found -1"),
         (1, 1, {}, "expected 0 to 0, found 1"),
         (0, 0, {}, "--num-shards must be at least 1"),
-        (None, 8, {}, "--num-shards does not fit"),
+        (None, 8, {}, "--num-shards needs --shard-index. Say which part this is, from 0 to 7"),
         (None, 8, array(1, 4, 0), "expected 4, from SLURM_ARRAY_TASK_ID=1, found 8"),
         (None, 8, TORCHRUN, "expected 6, from RANK=5, found 8"),
         (None, 3, {"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX is not one of the parts"),
@@ -145,10 +145,14 @@ def test_numbers_that_cannot_be_are_errors(index, count, environ, words):
 def test_the_part_is_said_with_its_reason_and_the_way_out():
     share = find_share(None, None, array(1, 8, 0))
     assert share.note() == (
-        "part 2 of 8, from SLURM_ARRAY_TASK_ID=1; --num-shards 1 converts all of it here"
+        "part 2 of 8 (--shard-index 1 --num-shards 8), from SLURM_ARRAY_TASK_ID=1; "
+        "--num-shards 1 converts all of it here"
     )
     both = find_share(None, None, {**BATCH, **STEP, "SLURM_PROCID": "2", **array(5, 4, 3)})
-    assert "part 9 of 12, from SLURM_ARRAY_TASK_ID=5 and SLURM_PROCID=2;" in both.note()
+    assert (
+        "(--shard-index 8 --num-shards 12), from SLURM_ARRAY_TASK_ID=5 and SLURM_PROCID=2;"
+        in both.note()
+    )
     assert "part 2 of 8 (--shard-index 1 --num-shards 8);" in Share(1, 8).note()
 
 

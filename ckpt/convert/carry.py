@@ -63,6 +63,7 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
             return ConvertReport(output, finished)
         for text in (*run.conversion.notes, *([run.share.note()] if run.is_part else [])):
             note(f"note: {text}")
+        _tell_of_parts(run)
         if run.share.finalize:
             check_finished(run)
         if needs:
@@ -81,6 +82,21 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
         if run.is_part:
             return part_report(run, stage, written, time.monotonic() - started)
         return _finish(run, stage, written, started)
+
+
+def _tell_of_parts(run: Run) -> None:
+    """Say where the stage was written in another number of parts, and how one is run again."""
+    state = staging.read_state(run.stage, run.purpose)
+    before, of = int(state.get("parts", 1)), run.share.of
+    if run.share.finalize or before in {1, of} or not staging.has_receipts(run.stage):
+        return
+    this = f"this is {run.share}, and" if run.is_part else "this is a whole run over them: it"
+    rest = "what it still lacks" if run.is_part else "the rest here"
+    run.progress.note(
+        f"note: the unfinished output was written in {before} parts; {this} takes what they "
+        f"finished and writes {rest}; one of them is run again by --shard-index I "
+        f"--num-shards {before}"
+    )
 
 
 def _finish(run: Run, stage: Path, written: list[Written], started: float) -> ConvertReport:
@@ -157,6 +173,11 @@ def _own_units(run: Run) -> list[Unit]:
 def _write_weights(run: Run, claim: Claim, stage: Path) -> list[Written]:
     """Write the files of this share that are not there; all of the share's in order."""
     units = _own_units(run)
+    if not units:
+        run.progress.note(
+            f"note: {run.share} has no file: {plural(len(run.units), 'file')} for "
+            f"{run.share.of} parts"
+        )
     look_ahead(stage, [unit.name for unit in units])
     found = {unit.name: kept for unit in units if (kept := read_receipt(stage, unit))}
     lacking = [unit for unit in units if unit.name not in found]

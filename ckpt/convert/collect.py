@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_SHOWN = 8
+_SHOWN = 4
 
 
 def check_finished(run: Run) -> None:
@@ -40,13 +40,28 @@ def check_finished(run: Run) -> None:
         told += [f"{name} (of no part)" for name in foreign]
         more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise OutputError(
-            f"{len(lacking)} of {plural(len(run.units), 'file')} are not finished"
+            _parts_lacking(lacking)
+            + f"{len(lacking)} of {plural(len(run.units), 'file')} are not finished"
             + (f", {len(foreign)} do not belong here" if foreign else ""),
             file=stage,
             found=", ".join(told[:_SHOWN]) + more,
             hint="Run these parts again and then --finalize; without it, the same command "
             "writes what lacks by itself",
         )
+
+
+def _parts_lacking(lacking: Sequence[tuple[str, Share]]) -> str:
+    """Which parts to run again, first of all."""
+    found = sorted({share.index for _, share in lacking})
+    if not found:
+        return ""
+    of, word = lacking[0][1].of, "parts" if len(found) > 1 else "part"
+    people, options = (", ".join(str(each + more) for each in found) for more in (1, 0))
+    verb = "lack" if len(found) > 1 else "lacks"
+    return (
+        f"{word} {people} of {of} {verb} {plural(len(lacking), 'file')} "
+        f"(--shard-index {options} with --num-shards {of}): "
+    )
 
 
 def _why(stage: Path, name: str) -> str:

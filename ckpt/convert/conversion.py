@@ -168,16 +168,16 @@ class PartReport:
         """What this part wrote, what lacks, and how the output comes to its name."""
         del told  # there are no notes in it
         size = format_bytes(sum(w.size for w in self.written))
-        head = (
-            f"{self.share} of {self.output} is written: {plural(len(self.written), 'file')}, {size}"
-        )
+        size = f"{plural(len(self.written), 'file')}, {size}"
+        head = f"{self.share} ({self.share.options()}) of {self.output} is written: {size}"
         lines = [
             f"{head}, {self.seconds:.1f} s",
             f"  {self.total - len(self.lacking)} of {plural(self.total, 'file')}: {self.stage}",
         ]
         parts = sorted({share.index for _, share in self.lacking})
         if parts:
-            lines.append(f"  lacking: parts {', '.join(str(part + 1) for part in parts)}")
+            people, options = (", ".join(str(part + n) for part in parts) for n in (1, 0))
+            lines.append(f"  lacking: parts {people} (--shard-index {options})")
         when = "when these are written" if parts else "all parts are written"
         return "\n".join([*lines, f"  {when}: {self.finalize}"])
 

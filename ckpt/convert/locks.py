@@ -149,6 +149,7 @@ class Claim:
     output: Path
     run: Lock
     alone: bool
+    share: Share | None = None
 
     @property
     def sure(self) -> bool:
@@ -171,7 +172,7 @@ class Claim:
                 raise OutputError(
                     "parts of another conversion, or other parts of this one, are being written",
                     file=self.output,
-                    found=", ".join(parts_at_work(self.output)) or None,
+                    found=", ".join(parts_at_work(self.output, but=self.share)) or None,
                     hint="Wait for them or stop them, or choose another output",
                 )
             _pause()
@@ -209,16 +210,18 @@ def claim(output: Path, share: Share, note: Callable[[str], None]) -> Iterator[C
             run.sign()
         if not run.supported:
             note(f"note: no locks on this file system: nothing else may write {output} now")
-        yield Claim(output, run, alone=not parts)
+        yield Claim(output, run, alone=not parts, share=share)
     finally:
         for lock in reversed(locks):
             lock.remove()
 
 
-def parts_at_work(output: Path) -> list[str]:
-    """Each part that a process holds now, with that process."""
-    found = []
+def parts_at_work(output: Path, *, but: Share | None = None) -> list[str]:
+    """Each part that a process holds now, with that process; not the part of whoever asks."""
+    found, own = [], _part_file(output, but) if but else None
     for file in sorted(output.parent.glob(f".{output.name}.ckpt-lock-*")):
+        if file == own:
+            continue
         lock = Lock(file)
         if not lock.take(shared=True):
             part = file.name.rpartition("ckpt-lock-")[2].replace("-", " ")
@@ -245,16 +248,20 @@ def _take(run: Lock, output: Path, *, shared: bool) -> None:
 
 
 def _take_part(output: Path, share: Share) -> Lock:
-    lock = Lock(output.with_name(f".{output.name}.ckpt-lock-{share.index + 1}-of-{share.of}"))
+    lock = Lock(_part_file(output, share))
     if not lock.take(shared=False):
         raise OutputError(
-            f"{share} is being written by another ckpt",
+            f"{share} ({share.options()}) is being written by another ckpt",
             file=output,
             found=lock.holder(),
             hint="Give each process a part of its own",
         )
     lock.sign()
     return lock
+
+
+def _part_file(output: Path, share: Share) -> Path:
+    return output.with_name(f".{output.name}.ckpt-lock-{share.index + 1}-of-{share.of}")
 
 
 def _run_file(output: Path) -> Path:

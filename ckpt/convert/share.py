@@ -61,7 +61,8 @@ class Share:
         """One loud line: which part, why, and how to have all of it."""
         if not self.origin:
             return f"{self} ({self.options()}); --num-shards 1 converts all of it here"
-        return f"{self}, from {self.origin}; --num-shards 1 converts all of it here"
+        why = f"{self} ({self.options()}), from {self.origin}"
+        return f"{why}; --num-shards 1 converts all of it here"
 
     def of_items(self, items: Iterable[T], size: Callable[[T], int]) -> list[T]:
         """This part of ``items``: they are dealt out, largest first, to whoever has least.
@@ -142,10 +143,16 @@ def find_share(index: int | None, count: int | None, environ: Mapping[str, str])
     if index is not None and count is not None:
         return _checked(Share(index, count), "--shard-index")
     found = _launched(environ, count)
+    if count is not None and not found.origin:
+        raise OptionsError(
+            "--num-shards needs --shard-index",
+            hint=f"Say which part this is, from 0 to {count - 1}; nothing that launched this "
+            "process says it",
+        )
     if count is not None and found.of != count:
         raise OptionsError(
             "--num-shards does not fit what launched this process",
-            expected=f"{found.of}, from {found.origin}" if found.origin else "--shard-index too",
+            expected=f"{found.of}, from {found.origin}",
             found=count,
             hint=_WAY_OUT,
         )

@@ -40,6 +40,7 @@ __all__ = [
     "clear_parts",
     "clear_receipts",
     "describe",
+    "has_receipts",
     "marker",
     "open_stage",
     "own_files",
@@ -236,6 +237,13 @@ def _prepare(
                 file=stage,
                 hint="Without locks nothing tells whether it is being written: remove it yourself",
             )
+        if share.partial and has_receipts(stage):
+            raise OutputError(
+                f"finished files of another conversion are here: {why}",
+                file=stage,
+                hint="Give the source and options that the other parts were given; or remove that "
+                "directory, or run without parts, to start afresh",
+            )
         note(f"note: starting afresh: an unfinished output of another conversion was here: {why}")
         if is_remote(stage):
             object_stage.clear_unfinished(stage)
@@ -248,6 +256,11 @@ def _prepare(
     write_json(own_place(stage) / _STATE_NAME, purpose.state(parts))
     if is_remote(stage):
         object_stage.clear_finished(stage)
+
+
+def has_receipts(stage: Path) -> bool:
+    """Whether any file in the stage is finished, for whichever conversion."""
+    return any(own_place(stage).glob(f"*{RECEIPT_SUFFIX}"))
 
 
 def marker(stage: Path) -> Path | None:
