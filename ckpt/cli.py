@@ -44,10 +44,20 @@ class _Group(click.Group):
             sys.stderr.close()
             sys.exit(EXIT_FAILED)
         except Exception as error:  # noqa: BLE001 - the last line of defence
+            if _is_interruption(error):
+                click.echo("interrupted", err=True)
+                sys.exit(EXIT_INTERRUPTED)
             log = write_bug_log(error)
             click.echo(f"bug in ckpt: {type(error).__name__}: {error}; details in {log}", err=True)
             sys.exit(EXIT_BUG)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: the interpreter and libraries at times raise anew over it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _report(error: CkptError, *, as_json: bool) -> None:

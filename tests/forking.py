@@ -114,6 +114,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Load what every run needs, then obey."""
+    import ckpt.cli
     import ckpt.convert.checks
     import ckpt.convert.staging
     import ckpt.convert.units  # noqa: F401

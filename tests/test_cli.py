@@ -184,8 +184,13 @@ def test_a_bug_of_ours_is_one_line_and_a_log_ready_to_paste(tmp_path, monkeypatc
     assert "Traceback" in content
 
 
-def test_an_interrupt_is_said_with_exit_code_130(tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_interrupt_is_said_with_exit_code_130(tmp_path, monkeypatch, wrapped):
+    """Python before 3.12 raises a RuntimeError over one that comes while a class is made."""
+
     def interrupted(*_values, **_options):
+        if wrapped:
+            raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ckpt.inspection.inspect_directory", interrupted)
