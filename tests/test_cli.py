@@ -145,6 +145,7 @@ def test_errors_are_facts_with_json(tmp_path):
         "error": "SourceError",
         "message": "no such directory",
         "file": str(tmp_path / "absent"),
+        "hint": "Give the run's directory, with its tracker file, or one iteration's",
     }
 
 
