@@ -57,7 +57,7 @@ def test_a21_without_a_pipeline_the_rank_files_hold_everything(tmp_path, kind, t
 
 
 @pytest.mark.parametrize("groups", [1, 7])
-@pytest.mark.parametrize("dp", [1, 3, 7, 64])
+@pytest.mark.parametrize("dp", [1, 3, 7, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("gpt", 1), ("gpt", 4)])
 def test_zero_3_partitions_make_the_exact_tensors(tmp_path, kind, tp, dp, groups):
     """Pieces begin and end inside rows, and more ranks than elements leave some empty."""

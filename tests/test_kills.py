@@ -13,7 +13,7 @@ from faults import check_left, contents
 from ckpt.convert.staging import stage_path
 
 KILL = "os.kill(os.getpid(), 9)"
-ROUNDS = [30, pytest.param(200, marks=pytest.mark.slow)]
+ROUNDS = [12, pytest.param(200, marks=pytest.mark.slow)]
 BF16 = ("--overwrite", "--dtype", "bf16")
 
 
@@ -46,7 +46,7 @@ def test_a23_kills_at_random_moments_never_leave_half_a_file(forks, whole, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_a23_being_asked_to_end_is_no_worse_than_being_killed(
     forks, whole, tmp_path, number, rounds
 ):
