@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 from ckpt.convert import read, units
@@ -52,4 +53,10 @@ def write_or_always_die(unit, directory, advance):
     """Write a unit; each attempt at the third file kills its worker."""
     if "-00003-" in unit.name:
         os.kill(os.getpid(), signal.SIGKILL)
+    return units.write_unit(unit, directory, advance)
+
+
+def write_slowly(unit, directory, advance):
+    """Write a unit, half a second late."""
+    time.sleep(0.5)
     return units.write_unit(unit, directory, advance)
