@@ -216,7 +216,7 @@ def compete(race: Race, entered: list[Contestant], options: argparse.Namespace) 
                 check_output(race.output, race.truth)
                 race.keep_reference()
             shutil.rmtree(race.output)
-    return list(rows.values())
+    return [row for row in rows.values() if row.runs or row.failure]
 
 
 def _is_worker(contestant: Contestant) -> bool:

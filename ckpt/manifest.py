@@ -63,6 +63,20 @@ def write_stage(directory: Path, stage: str, section: Mapping[str, Any]) -> None
     write_json(directory / MANIFEST_NAME, content)
 
 
+def refuse_existing(directory: Path, *, ours: bool, overwrite: bool) -> None:
+    """Raise OutputError for a finished directory unless it is ``ours`` and may be replaced."""
+    if not overwrite:
+        raise OutputError(
+            "the output exists", file=directory, hint="Choose another one, or give --overwrite"
+        )
+    if not ours:
+        raise OutputError(
+            "the output exists and was not written by ckpt, so --overwrite does not touch it",
+            file=directory,
+            hint="Remove it yourself, or choose another one",
+        )
+
+
 def write_json(file: Path, content: object) -> None:
     """Write a JSON file so that a reader sees the old one or the new one, never a part."""
     text = json.dumps(content, indent=2, sort_keys=False, default=str) + "\n"

@@ -9,6 +9,7 @@ from tiny_megatron import expected_hf
 
 from ckpt.config import ConvertOptions
 from ckpt.convert import convert_checkpoint, read
+from ckpt.convert.maps import Stepper
 from ckpt.inspection import weight_files
 
 
@@ -41,3 +42,8 @@ def windows(files, copies, nbytes):
         window = np.empty(min(read.WINDOW_BYTES, nbytes - first), np.uint8)
         read.fill_window(files, ordered, window, first)
         yield window
+
+
+def apply_steps(buffer, dtype, steps, *, name, report, out=None):
+    """The bytes of one window after the steps."""
+    return Stepper(dtype, steps, name, report).apply(buffer, out)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from builders import random
-from converted import windows
+from converted import apply_steps, windows
 
 from ckpt.arch import ARCHITECTURES, choose_architecture
 from ckpt.arch.table import Architecture, Const
 from ckpt.completeness import prove
 from ckpt.convert.facts import fact, known_facts
 from ckpt.convert.hf_files import build_config
-from ckpt.convert.maps import CastReport, apply_steps
+from ckpt.convert.maps import CastReport
 from ckpt.convert.plan import build_plan
 from ckpt.convert.read import Files
 from ckpt.errors import FamilyError

@@ -8,11 +8,12 @@ import struct
 import numpy as np
 import pytest
 import torch
+from converted import apply_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.convert import maps
-from ckpt.convert.maps import CastReport, Stepper, apply_steps
+from ckpt.convert.maps import CastReport, Stepper
 from ckpt.convert.nonfinite import NonfiniteCount
 from ckpt.convert.rounding import INFINITY
 from ckpt.convert.steps import AddOne, Cast, Combined

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from converted import windows
+from converted import apply_steps, windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt.convert import read, write
 from ckpt.convert.checks import compare_copies
-from ckpt.convert.maps import CastReport, apply_steps
+from ckpt.convert.maps import CastReport
 from ckpt.convert.plan import Check, Target
 from ckpt.convert.read import Files
 from ckpt.convert.steps import AddOne, Cast, result_dtype

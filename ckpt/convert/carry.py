@@ -87,7 +87,7 @@ def carry_out(run: Run, prove: Callable[[Conversion], Conversion]) -> ConvertRep
 def _tell_of_parts(run: Run) -> None:
     """Say where the stage was written in another number of parts, and how one is run again."""
     state = staging.read_state(run.stage, run.purpose)
-    before, of = int(state.get("parts", 1)), run.share.of
+    before, of = staging.parts_of(state), run.share.of
     if run.share.finalize or before in {1, of} or not staging.has_receipts(run.stage):
         return
     this = f"this is {run.share}, and" if run.is_part else "this is a whole run over them: it"

@@ -30,23 +30,6 @@ class CastReport:
                 counts[name] = counts.get(name, 0) + amount
 
 
-def apply_steps(
-    buffer: np.ndarray,
-    dtype: DType,
-    steps: tuple[Step, ...],
-    *,
-    name: str,
-    report: CastReport,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """The bytes of ``buffer`` (elements of ``dtype``) after the steps, as another buffer.
-
-    Under ``Combined`` the buffer has one row for each rank's copy. ``out`` is filled and
-    returned where it is given: bytes of the right number, at any address.
-    """
-    return Stepper(dtype, steps, name, report).apply(buffer, out)
-
-
 @dataclass
 class Stepper:
     """The steps of one tensor, window by window.
@@ -64,7 +47,11 @@ class Stepper:
     _scratch: Scratch = field(default_factory=Scratch, init=False, repr=False)
 
     def apply(self, buffer: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """The next bytes after the steps, as :func:`apply_steps` gives them."""
+        """The bytes of the next elements after the steps, in ``out`` or in another buffer.
+
+        Under ``Combined`` the buffer has one row for each rank's copy. ``out`` are bytes of the
+        right number, at any address.
+        """
         stored, size = self.dtype.itemsize, result_dtype(self.dtype, self.steps).itemsize
         count = buffer.shape[-1] // stored
         out = np.empty(count * size, np.uint8) if out is None else out

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt.convert.units import PARTIAL, own_place
+from ckpt.convert.units import PARTIAL, STATE_NAME, own_place
 from ckpt.errors import OutputError
-from ckpt.manifest import MANIFEST_NAME, read_manifest, read_stage
+from ckpt.manifest import MANIFEST_NAME, read_manifest, read_stage, refuse_existing
 from ckpt.shards import INDEX_NAME
 from ckpt.storage import as_object, files_below, refresh
 from ckpt.storage.uploads import Upload, abort_uploads
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ckpt.convert.share import Share
 
 _CONFIG_NAME = "config.json"
-_STATE_NAME = "ckpt-stage.json"
 
 
 class ObjectFile:
@@ -60,20 +59,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError("the output is an object, not a directory", file=output)
     if not output.is_dir() or _unfinished(output):
         return
-    if not overwrite:
-        raise OutputError(
-            "the output exists", file=output, hint="Choose another one, or give --overwrite"
-        )
-    if not (output / MANIFEST_NAME).is_file():
-        raise OutputError(
-            "the output exists and was not written by ckpt, so --overwrite does not touch it",
-            file=output,
-            hint="Remove it yourself, or choose another one",
-        )
+    refuse_existing(output, ours=(output / MANIFEST_NAME).is_file(), overwrite=overwrite)
 
 
 def _unfinished(output: Path) -> bool:
-    return (output / PARTIAL / _STATE_NAME).is_file()
+    return (output / PARTIAL / STATE_NAME).is_file()
 
 
 def check_replaceable(output: Path, share: Share) -> None:
@@ -129,11 +119,11 @@ def finished_section(output: Path, fingerprint: str) -> dict[str, Any] | None:
 def clear_own(output: Path) -> None:
     """Remove what only an unfinished output has, its state last."""
     _clear_receipts(output)
-    (own_place(output) / _STATE_NAME).unlink()
+    (own_place(output) / STATE_NAME).unlink()
 
 
 def _clear_receipts(output: Path) -> None:
-    for file in [file for file in files_below(own_place(output)) if file.name != _STATE_NAME]:
+    for file in [file for file in files_below(own_place(output)) if file.name != STATE_NAME]:
         file.unlink()
 
 

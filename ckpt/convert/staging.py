@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import __version__
 from ckpt.convert import object_stage
-from ckpt.convert.units import RECEIPT_SUFFIX, own_place
+from ckpt.convert.needs import RESERVE_BYTES, Room
+from ckpt.convert.units import RECEIPT_SUFFIX, STATE_NAME, own_place
 from ckpt.convert.write import PART_SUFFIX
 from ckpt.errors import OutputError
-from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, write_json
+from ckpt.manifest import MANIFEST_NAME, TEMPORARY_SUFFIX, refuse_existing, write_json
 from ckpt.shards import INDEX_NAME, read_header
 from ckpt.storage import is_remote, lies_in, refresh
-from ckpt.terminal import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,13 +51,11 @@ __all__ = [
     "stage_path",
     "write_json",
 ]
-_STATE_NAME = "ckpt-stage.json"
 _CHECKS_NAME = "ckpt-checked-{:05d}-of-{:05d}.json"
 _CHECKS_GLOB = "ckpt-checked-*.json"
 _STATE_KINDS = {"fingerprint": str, "parts": int, "options": dict, "source": dict}
 _SHOWN = 3
 _MOST_PARTS = 10**5
-_RESERVE_BYTES = 64 * 2**20
 
 
 def stage_path(output: Path) -> Path:
@@ -82,16 +80,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         ) from error
     if free:
         return
-    if not overwrite:
-        raise OutputError(
-            "the output exists", file=output, hint="Choose another one, or give --overwrite"
-        )
-    if not ours:
-        raise OutputError(
-            "the output exists and was not written by ckpt, so --overwrite does not touch it",
-            file=output,
-            hint="Remove it yourself, or choose another one",
-        )
+    refuse_existing(output, ours=ours, overwrite=overwrite)
 
 
 def _is_free(output: Path) -> bool:
@@ -253,7 +242,7 @@ def _prepare(
         object_stage.check_replaceable(stage, share)
     stage.mkdir(parents=True, exist_ok=True)
     parts = share.of if share.partial else parts_of(known)
-    write_json(own_place(stage) / _STATE_NAME, purpose.state(parts))
+    write_json(own_place(stage) / STATE_NAME, purpose.state(parts))
     if is_remote(stage):
         object_stage.clear_finished(stage)
 
@@ -265,7 +254,7 @@ def has_receipts(stage: Path) -> bool:
 
 def marker(stage: Path) -> Path | None:
     """The file that whoever sees this stage finds in it, once the stage is there."""
-    file = stage / _STATE_NAME
+    file = stage / STATE_NAME
     return file if not is_remote(stage) and file.is_file() else None
 
 
@@ -290,7 +279,7 @@ def parts_of(state: Mapping[str, Any]) -> int:
 
 def _stored(stage: Path) -> dict[str, Any]:
     try:
-        content = json.loads((own_place(stage) / _STATE_NAME).read_text(encoding="utf-8"))
+        content = json.loads((own_place(stage) / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     known = isinstance(content, dict) and all(
@@ -303,17 +292,10 @@ def check_room(claim: Claim, stage: Path, needed_bytes: int) -> None:
     """Raise OutputError when the disk lacks room for what is still to be written."""
     if is_remote(stage):
         return
-    free = shutil.disk_usage(stage).free
-    if free < needed_bytes + _RESERVE_BYTES:
-        if claim.alone and not any(stage.glob(f"*{RECEIPT_SUFFIX}")):
-            shutil.rmtree(stage, ignore_errors=True)
-        raise OutputError(
-            "not enough room on the disk",
-            file=stage.parent,
-            expected=f"{format_bytes(needed_bytes + _RESERVE_BYTES)} free",
-            found=format_bytes(free),
-            hint="Make room, or choose another place; the same command goes on from here",
-        )
+    room = Room(stage.parent, needed_bytes + RESERVE_BYTES, shutil.disk_usage(stage).free)
+    if not room.enough and claim.alone and not any(stage.glob(f"*{RECEIPT_SUFFIX}")):
+        shutil.rmtree(stage, ignore_errors=True)
+    room.check()
 
 
 def clear_parts(stage: Path, names: Sequence[str] | None) -> None:
@@ -374,5 +356,5 @@ def clear_receipts(stage: Path) -> None:
 
 def own_files(stage: Path) -> Iterator[Path]:
     """What lies in a stage beside its content."""
-    for pattern in (f"*{RECEIPT_SUFFIX}", _CHECKS_GLOB, _STATE_NAME, f".*{TEMPORARY_SUFFIX}"):
+    for pattern in (f"*{RECEIPT_SUFFIX}", _CHECKS_GLOB, STATE_NAME, f".*{TEMPORARY_SUFFIX}"):
         yield from own_place(stage).glob(pattern)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECEIPT_SUFFIX = ".receipt.json"
 PARTIAL = ".ckpt-partial"
+STATE_NAME = "ckpt-stage.json"
 
 
 @dataclass(frozen=True)
